@@ -103,11 +103,11 @@ def without_shared_memory() -> Iterator[None]:
     """Have this process reduce through Gloo meanwhile; all members do that at the same places."""
     group = process.group()
     assert group is not None
-    shared, group.ways.shared_memory = group.ways.shared_memory, None
+    shared, group.shared_memory = group.shared_memory, None
     try:
         yield
     finally:
-        group.ways.shared_memory = shared
+        group.shared_memory = shared
 
 
 def run_in_fixed_world(processes: int, hosts: int, mbit_per_s: int | None = None) -> int:

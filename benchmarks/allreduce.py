@@ -89,7 +89,7 @@ def worker(args: argparse.Namespace) -> None:
     rank = join_fixed_world(args.worker)
     hvd.init()
     group = process.group()
-    shares = group is not None and group.ways.shared_memory is not None
+    shares = group is not None and group.shared_memory is not None
     rows = {nbytes: compare(nbytes, args.rounds) for nbytes in args.sizes}
     hvd.barrier()
     hvd.shutdown()

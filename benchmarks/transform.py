@@ -56,7 +56,7 @@ def model_alone(model: Any, seconds: float) -> float:
     import numpy as np
 
     size = model.getOrDefault("transform_batch_size") or model._batch_size()
-    predict = model._saved_predictor().load()
+    predict = model._predictor()()
     inputs = {"features_0": np.random.default_rng(0).random((size, 20), dtype=np.float32)}
     calls, start = 0, time.monotonic()
     while time.monotonic() < start + seconds:

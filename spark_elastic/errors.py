@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import re
 import signal
 from collections.abc import Sequence
@@ -26,9 +27,7 @@ class SparkElasticError(Exception):
     def __init__(self, message: str = "", **fields: Any) -> None:
         self.message = redacted(message)
         super().__init__(self.message)
-        self._fields = fields
-        for name, value in fields.items():
-            setattr(self, name, value)
+        self.__dict__.update(fields)
 
     def __post_init__(self) -> None:
         SparkElasticError.__init__(self, self.words(), **{each.name: getattr(self, each.name) for each in fields(self)})  # type: ignore[arg-type]
@@ -41,13 +40,8 @@ class SparkElasticError(Exception):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.message, self._fields))
-
-
-def _rebuild(cls: type[SparkElasticError], message: str, fields: dict[str, Any]) -> SparkElasticError:
-    error = cls.__new__(cls)
-    SparkElasticError.__init__(error, message, **fields)
-    return error
+        # not by the constructor: that of a dataclass takes no message
+        return (copyreg.__newobj__, (type(self), self.message), self.__dict__)  # type: ignore[attr-defined]
 
 
 # --- the call needs a change ---------------------------------------------------------------------
@@ -75,8 +69,8 @@ class MissingExtraError(UsageError, ImportError):
 
     def words(self) -> str:
         return (
-            f'{self.what} needs {self.package}, which is not installed here: pip install "spark-elastic[{self.extra}]" '
-            "(on the executors too)"
+            f"{self.what} needs {self.package}, which is not installed here: install it, or spark-elastic with the "
+            f"extra [{self.extra}], on the executors too"
         )
 
 
@@ -473,8 +467,7 @@ class ChannelClosedError(ProtocolError):
 class HorovodInternalError(SparkElasticError, RuntimeError):
     """A collective failed because a peer is gone or was cut off. ``elastic.run`` recovers from it."""
 
-    newest: ClassVar[str | None] = None
-    """The message of the newest one since an elastic loop has last called its function."""
+    newest: ClassVar[str | None] = None  # the message of the newest since a loop has last called its function
 
     def __init__(self, message: str = "", **fields: Any) -> None:
         super().__init__(message, **fields)

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MARK = "***"
-ALL_SECRET = ("storage_options", "env")
-"""Settings each of whose values may be a credential."""
+ALL_SECRET = ("storage_options", "env")  # settings each of whose values may be a credential
 
 _NAMES = (
     r"passw(?:or)?d|passphrase|pwd|secret|credentials?|signature|token(?!i[zs]|s(?![a-z]))|jwt"
@@ -24,8 +23,7 @@ _USERINFO = re.compile(
     # a password may hold "/", "?" and "@", so it ends at the last "@"; a port (":8080/") is no password
     r"(?<=://)(?P<user>[^\s/?#:]*:(?!\d{1,5}(?:[/?#\s]|$))\S*|[^\s/?#:]*)@"
 )
-_CONTAINERS = ("abfs://", "abfss://", "wasb://", "wasbs://")
-"""Schemes whose addresses begin with `container@account`."""
+_CONTAINERS = ("abfs://", "abfss://", "wasb://", "wasbs://")  # schemes whose addresses begin with `container@account`
 _QUERY = re.compile(
     rf"(?P<name>[?&;#](?:[^=&;#\s'\"]*(?:{_NAMES}|pass|auth|x-amz-|x-goog-)[^=&;#\s'\"]*|key|sig|sas|code)=)[^&;#\s'\"]+",
     re.IGNORECASE,
@@ -43,7 +41,7 @@ _ASSIGNED = re.compile(
 
 def redacted(text: object) -> str:
     """Return a text with `***` in place of the credentials in its addresses, queries and connection strings."""
-    text = _USERINFO.sub(_without_user, str(text)) if "://" in str(text) else str(text)
+    text = _USERINFO.sub(_without_user, str(text))
     if "=" in text or ":" in text or "--" in text:
         text = _ORACLE.sub(rf"\g<name>{MARK}@", text)
         text = _QUERY.sub(rf"\g<name>{MARK}", text)
@@ -59,8 +57,7 @@ def _without_user(found: re.Match[str]) -> str:
 
 def is_secret(name: object, value: object) -> bool:
     """Return whether an entry of a mapping is a credential, by its name."""
-    is_harmless = value is None or isinstance(value, (bool, int, float))
-    return not is_harmless and _SECRET_NAME.search(str(name)) is not None
+    return not isinstance(value, bool | int | float | None) and _SECRET_NAME.search(str(name)) is not None
 
 
 def without_secrets(name: str, value: Any) -> tuple[Any, list[str]]:

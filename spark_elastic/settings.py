@@ -14,21 +14,17 @@ import numbers
 import operator
 import re
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from spark_elastic.errors import InvalidSettingsError
 
-DEVICE_SETTING = "SPARK_ELASTIC_DEVICE"
-"""The environment variable through which workers get `run(device=...)`."""
-TRACKED_RUN = "SPARK_ELASTIC_MLFLOW_RUN"
-"""The environment variable by which a worker knows the MLflow run that is the driver's, and not its own to end."""
-LONGEST_S = 1e8
-"""Three years. Longer timeouts are refused because no socket and no thread can wait for an infinite time."""
+DEVICE_SETTING = "SPARK_ELASTIC_DEVICE"  # the environment variable through which workers get `run(device=...)`
+TRACKED_RUN = "SPARK_ELASTIC_MLFLOW_RUN"  # by this environment variable a worker knows the driver's MLflow run
+LONGEST_S = 1e8  # three years: no socket and no thread can wait for an infinite time
 
-Check = Callable[[str, Any], Any]
-"""Takes a setting's name and value. Returns the value in its plain type, or raises InvalidSettingsError."""
+Check = Callable[[str, Any], Any]  # (name, value) -> the value in its plain type, or InvalidSettingsError
 
 # --- declaring settings ---------------------------------------------------------------------------
 
@@ -38,12 +34,10 @@ class Setting:
     """The declaration of a setting: `name: Annotated[type, Setting(...)] = default`, in a subclass of `Settings`."""
 
     doc: str
-    check: Check = lambda _name, value: value
-    """Validates a value that is not None; also None, if the type does not allow it."""
+    check: Check = lambda _name, value: value  # of a value that is not None; of None too if the type does not allow it
     unit: str = ""
     on_command_line: bool = False
-    horovod_name: str = ""
-    """Horovod's name of this argument: accepted by `run` with a warning, and by the command line."""
+    horovod_name: str = ""  # Horovod's name of this argument: accepted by `run` with a warning, and by the command line
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +46,7 @@ class Declaration:
 
     name: str
     type: Any
-    default: Any
-    """`dataclasses.MISSING` if the setting must be given."""
+    default: Any  # `dataclasses.MISSING` if the setting must be given
     setting: Setting
 
     @property
@@ -100,6 +93,39 @@ def seconds(doc: str) -> Setting:
     return Setting(doc, _seconds, "seconds", True)
 
 
+def wrong(name: str, wanted: str, value: Any, hint: str = "") -> InvalidSettingsError:
+    """Return the error for a value that is not what is wanted; the hint begins with "; "."""
+    return InvalidSettingsError(f"{name} must be {wanted}, not {value!r:.200} ({type(value).__name__}){hint}")
+
+
+def accepting(
+    wanted: str, accepts: Callable[[Any], Any], plain: Callable[[Any], Any] = lambda value: value, hint: str = ""
+) -> Check:
+    """Return a check that accepts some values and makes them plain; `wanted` describes them in the error."""
+
+    def check(name: str, value: Any) -> Any:
+        if not accepts(value):
+            raise wrong(name, wanted, value, hint)
+        return plain(value)
+
+    return check
+
+
+boolean: Callable[[str, bool], bool] = accepting(
+    "True or False", lambda value: type(value).__name__ in ("bool", "bool_"), bool
+)  # numpy's too
+identifier: Callable[[str, str], str] = accepting(
+    "letters, digits, '_', '-', '=' and '.', not beginning with '.'",
+    lambda value: isinstance(value, str) and re.fullmatch(r"[\w=-][\w.=-]*", value),
+    str,
+)
+dictionary: Callable[[str, Mapping[str, Any]], dict[str, Any]] = accepting(
+    "a dict with names as keys",
+    lambda value: isinstance(value, Mapping) and all(isinstance(key, str) and key for key in value),
+    dict,
+)
+
+
 def meant_device(value: object) -> str | None:
     """Return torch's name for a device that has another name elsewhere, or is written in capitals; None if unknown."""
     found = re.fullmatch(r"(auto|cpu)|(?:gpu|cuda|nvidia)(?::?(\d+))?", str(value).strip().lower())
@@ -107,19 +133,13 @@ def meant_device(value: object) -> str | None:
 
 
 def whole_number(name: str, value: Any, at_least: int) -> int:
-    """Return `value` as an int.
-
-    Raises:
-        InvalidSettingsError: The value is not a whole number (True and 2.0 are not either), or is too small.
-    """
+    """Return `value` as an int. Raise InvalidSettingsError if it is no whole number (True, 2.0), or too small."""
     try:
         if isinstance(value, bool):
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise InvalidSettingsError(
-            f"{name} must be a whole number, not {value!r:.80} ({type(value).__name__})"
-        ) from None
+        raise wrong(name, "a whole number", value) from None
     if number < at_least:
         raise InvalidSettingsError(f"{name} must be at least {at_least}, not {number}")
     return number
@@ -127,7 +147,7 @@ def whole_number(name: str, value: Any, at_least: int) -> int:
 
 def _seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidSettingsError(f"{name} must be a number of seconds, not {value!r} ({type(value).__name__})")
+        raise wrong(name, "a number of seconds", value)
     if not 0 < float(value) <= LONGEST_S:
         most = f"at most {LONGEST_S:.0f} (three years)"
         raise InvalidSettingsError(f"{name} must be a positive number of seconds and {most}, not {value}")
@@ -245,25 +265,19 @@ class ScalingSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class ElasticSettings:
-    """`ScalingSettings` with the numbers of workers resolved, as the driver and the membership machine read them.
+    """`ScalingSettings` with resolved numbers, as the driver and the machine read them. Seconds end in `_s`."""
 
-    The fields have the names of the settings; those in seconds end in `_s`.
-    """
-
-    num_proc: int
-    """Workers that the first world waits for."""
+    num_proc: int  # workers that the first world waits for
     min_num_proc: int
     max_num_proc: int
     start_timeout_s: float = ScalingSettings.start_timeout
     elastic_timeout_s: float = ScalingSettings.elastic_timeout
-    start_grace_s: float = 10.0
-    """How long the first world waits for `num_proc` workers once `min_num_proc` are ready."""
+    start_grace_s: float = 10.0  # how long the first world waits for `num_proc` workers once `min_num_proc` are ready
     heartbeat_timeout_s: float = ScalingSettings.heartbeat_timeout
     stall_timeout_s: float = ScalingSettings.stall_timeout
     reset_limit: int | None = ScalingSettings.reset_limit
     cooldown_range_s: tuple[float, float] | None = ScalingSettings.cooldown_range
-    boot_failure_limit: int = 3
-    """Worker processes in a row that may exit before any worker ever joined; then the job fails."""
+    boot_failure_limit: int = 3  # processes in a row that may exit before any worker ever joined; then the job fails
     crash_limit: int | None = ScalingSettings.crash_limit
 
     @property

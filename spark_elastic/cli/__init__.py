@@ -15,10 +15,8 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from spark_elastic.cli import options as command_line
 from spark_elastic.cli.checks import check_build, doctor
@@ -30,10 +28,6 @@ from spark_elastic.jobs import run as runner
 from spark_elastic.task.script import run_script
 
 FINISHED, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
-
-Run = Callable[..., Any]
-"""`spark_elastic.run`."""
-OpenSession = Callable[..., AbstractContextManager[Any]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,12 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.script is None:
         parser.error("no script was given; name the script to run (--help shows how)")
 
-    _end_on_sigterm()
+    with contextlib.suppress(ValueError):  # not the main thread: the caller decides about signals
+        # as Ctrl-C does: otherwise the workers would have to notice that the driver is gone
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     return execute(options, run=runner.run, open_session=spark_session)
 
 
-def execute(options: argparse.Namespace, *, run: Run, open_session: OpenSession) -> int:
-    """Run the script that the command line names, and print errors on stderr. Returns the exit code."""
+def execute(options: argparse.Namespace, *, run: Callable[..., Any], open_session: Callable[..., Any]) -> int:
+    """Run the script by `run` in a session of `open_session`; print errors on stderr. Returns the exit code."""
     try:
         _run(options, run, open_session)
         return FINISHED
@@ -75,7 +71,7 @@ def execute(options: argparse.Namespace, *, run: Run, open_session: OpenSession)
     return code
 
 
-def _run(options: argparse.Namespace, run: Run, open_session: OpenSession) -> None:
+def _run(options: argparse.Namespace, run: Callable[..., Any], open_session: Callable[..., Any]) -> None:
     if re.fullmatch(r"python[0-9.]*", os.path.basename(options.script)) and options.script_args:
         raise UsageError(f"give the script itself, without {options.script} before it")
     script = collect(options.script, options.script_args)
@@ -87,8 +83,8 @@ def _run(options: argparse.Namespace, run: Run, open_session: OpenSession) -> No
         arguments["output_dir"] = options.output_filename
     with contextlib.ExitStack() as closing:
         if options.host_discovery_script is not None:
-            default_slots = options.slots_per_host or 1
-            arguments["discovery"] = HostDiscoveryScript(options.host_discovery_script, default_slots=default_slots)
+            slots = options.slots_per_host or 1
+            arguments["discovery"] = HostDiscoveryScript(options.host_discovery_script, default_slots=slots)
         if options.launcher == "local":
             arguments["launcher"] = LocalLauncher()
         else:
@@ -102,20 +98,9 @@ def _prepare_output(folder: Path) -> None:
     """Make the folder, and remove the files of an earlier run in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        tempfile.TemporaryFile(dir=folder).close()
         for process, stream in itertools.product(("rank", "slot"), ("stdout", "stderr")):
             for file in folder.glob(f"{process}.*/{stream}"):
                 file.unlink()
     except OSError as error:
         raise UsageError(f"cannot write to --output-filename {folder}: {error.strerror or error}") from None
-
-
-def _end_on_sigterm() -> None:
-    """Have SIGTERM end the job as Ctrl-C does; otherwise the workers would have to notice that the driver is gone."""
-
-    def interrupt(signal_number: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    with contextlib.suppress(ValueError):  # not the main thread: the caller decides about signals
-        signal.signal(signal.SIGTERM, interrupt)

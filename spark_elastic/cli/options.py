@@ -10,11 +10,7 @@ from typing import Any
 from spark_elastic import __version__
 from spark_elastic.errors import nearest
 from spark_elastic.jobs.settings import RunSettings
-from spark_elastic.settings import Declaration, declarations
-
-DESCRIPTION = """\
-Run a training script elastically inside Spark: on --master, or in the application that spark-submit started.
-"""
+from spark_elastic.settings import declarations
 
 EPILOG = """\
 examples:
@@ -45,10 +41,8 @@ class _Parser(argparse.ArgumentParser):
         at = 0
         while at < len(argv):
             word = argv[at]
-            if word == "--":
-                return list(argv[:at]), list(argv[at + 1 :])
-            if not word.startswith("-") or word == "-":
-                return list(argv[:at]), list(argv[at:])
+            if word == "--" or not word.startswith("-") or word == "-":
+                return list(argv[:at]), list(argv[at + (word == "--") :])
             name, with_value, _ = word.partition("=")
             action = self._option_string_actions.get("-v" if set(name[1:]) == {"v"} else name)
             if action is None:
@@ -64,7 +58,8 @@ def parser() -> _Parser:
     made = _Parser(
         prog="spark-elastic",
         usage="spark-elastic [options] script.py [arguments of the script]",
-        description=DESCRIPTION,
+        description="Run a training script elastically inside Spark: on --master, or in the application that "
+        "spark-submit started.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -76,8 +71,11 @@ def parser() -> _Parser:
     places.add_argument("--slots-per-host", type=int, metavar="N", default=None, help=without)
     waiting = made.add_argument_group("timeouts, in seconds")
     for each in _WITH_FLAGS:
-        group = places if each.name in _OF_HOSTS else waiting if each.setting.unit == "seconds" else workers
-        _add_setting(group, each)
+        is_time = each.setting.unit == "seconds"
+        group = places if each.name in _OF_HOSTS else waiting if is_time else workers
+        form = _FORMS.get(each.name) or {"type": float if is_time else int, "metavar": "S" if is_time else "N"}
+        words = each.setting.doc.replace("`", "").replace("%", "%%")
+        group.add_argument(*each.flags, dest=each.name, default=None, help=words, **form)
 
     spark = made.add_argument_group("where to run")
     spark.add_argument("--master", default=None, metavar="URL", help="default: local[*]; under spark-submit, its own")
@@ -96,13 +94,6 @@ def parser() -> _Parser:
     about.add_argument("--submit-file", action="store_true", help="print the file to hand to spark-submit")
     about.add_argument("--version", action="version", version=f"spark-elastic {__version__}")
     return made
-
-
-def _add_setting(group: Any, each: Declaration) -> None:
-    is_time = each.setting.unit == "seconds"
-    form = _FORMS.get(each.name) or {"type": float if is_time else int, "metavar": "S" if is_time else "N"}
-    words = each.setting.doc.replace("`", "").replace("%", "%%")
-    group.add_argument(*each.flags, dest=each.name, default=None, help=words, **form)
 
 
 def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -137,8 +128,8 @@ def _names(text: str) -> list[str]:
     return names
 
 
+#: The settings of `run` that have options of the same name.
 _WITH_FLAGS = tuple(each for each in declarations(RunSettings) if each.flags)
-"""The settings of `run` that have options of the same name."""
 _OF_HOSTS = ("nics", "driver_port", "agent_ports", "encrypt")
 _FORMS: dict[str, dict[str, Any]] = {
     "cooldown_range": {"type": float, "nargs": 2, "metavar": ("MIN", "MAX")},
@@ -150,5 +141,4 @@ _FORMS: dict[str, dict[str, Any]] = {
     "status_port": {"type": _port, "metavar": "N|off"},
     "checkpoint_dir": {"metavar": "DIR"},
     "run_id": {"metavar": "NAME"},
-}
-"""The forms of options that are neither one number of seconds nor one whole number."""
+}  # the forms of options that are neither one number of seconds nor one whole number

@@ -19,18 +19,15 @@ from spark_elastic.task.script import Script
 
 _CONNECT_PORT = 15002
 _ANSWER_S = 5.0
-MAX_BYTES = 16 * 2**20
-"""Source code is smaller than this. Larger files were found by mistake, and would be sent with every launch."""
+MAX_BYTES = 16 * 2**20  # source code is smaller: larger files were found by mistake, and would go with every launch
 
 
 def collect(path: str, args: tuple[str, ...]) -> Script:
     """Read the script and all modules in its folder that it imports, directly or through one another.
 
     Modules are found by the names in import statements. A module that is imported in another way has to be installed
-    on the workers, or sent with Spark's own ``--py-files``.
-
-    Raises:
-        UsageError: if the script cannot be read or is not Python, or its modules are larger than any source code.
+    on the workers, or sent with Spark's own ``--py-files``. Raise UsageError if the script cannot be read or is not
+    Python, or its modules are larger than any source code.
     """
     script = Path(path).absolute()
     try:
@@ -77,29 +74,19 @@ def _imported(source: bytes) -> Iterator[str]:
 
 
 def _local_files(folder: Path, module: str) -> Iterator[Path]:
-    single = folder / f"{module}.py"
-    if single.is_file():
-        yield single
-    package = folder / module
     # with or without __init__.py, a folder can be imported
-    if package.is_dir():
-        for found in sorted(package.rglob("*.py")):
-            if not any(part.startswith(".") for part in found.relative_to(folder).parts):
-                yield found
+    for found in (folder / f"{module}.py", *sorted((folder / module).rglob("*.py"))):
+        if found.is_file() and not any(part.startswith(".") for part in found.relative_to(folder).parts):
+            yield found
 
 
 @contextmanager
 def connect_session(url: str, conf: Sequence[tuple[str, str]]) -> Iterator[Any]:
-    """Open a session of Spark Connect for the time of the block.
-
-    Raises:
-        UsageError: if the URL is none of Spark Connect, or no server answers there.
-        MissingExtraError: if packages for Spark Connect are missing.
-    """
+    """Open a session of Spark Connect for the block. Raise UsageError if the URL is wrong or no server answers."""
     try:
         from pyspark.sql import SparkSession
     except ImportError:
-        raise UsageError("pyspark is not installed: pip install 'spark-elastic[connect]'") from None
+        raise UsageError("pyspark is not installed: install spark-elastic with the extra [connect]") from None
     check_packages("--remote")
     parts = urlsplit(url)
     if parts.scheme != "sc" or not parts.hostname:
@@ -110,10 +97,7 @@ def connect_session(url: str, conf: Sequence[tuple[str, str]]) -> Iterator[Any]:
         raise UsageError(f"no Spark Connect server answers at {parts.netloc}: {error}") from None
     # in its environment, a program has one kind of session
     os.environ["SPARK_CONNECT_MODE_ENABLED"] = "1"
-    builder = SparkSession.builder.remote(url)
-    for key, value in conf:
-        builder = builder.config(key, value)
-    session = builder.getOrCreate()
+    session = SparkSession.builder.remote(url).config(map=dict(conf)).getOrCreate()
     try:
         yield session
     finally:
@@ -124,35 +108,32 @@ def connect_session(url: str, conf: Sequence[tuple[str, str]]) -> Iterator[Any]:
 def spark_session(
     name: str, master: str | None, conf: Sequence[tuple[str, str]], *, slots: int | None = None, quiet: bool = True
 ) -> Iterator[Any]:
-    """Open a SparkSession for the time of the block.
+    """Open a SparkSession for the block. Raise UsageError without pyspark, and JavaNotFoundError without Java.
 
     Under spark-submit, its own master, name and settings come before these. Without a master it is ``local[*]``, with
     at least `slots` task slots. `quiet`: show only errors of Spark's log.
-
-    Raises:
-        UsageError: if pyspark is not installed.
-        JavaNotFoundError: if there is no Java.
     """
     try:
         from pyspark.sql import SparkSession
     except ImportError:
-        raise UsageError("pyspark is not installed: pip install 'spark-elastic[spark]'") from None
+        raise UsageError("pyspark is not installed: install spark-elastic with the extra [spark]") from None
 
     wanted = {"spark.ui.showConsoleProgress": "false", "spark.app.name": name, **dict(conf)}
     # set by spark-submit for the Python program that it starts
     if "PYSPARK_GATEWAY_PORT" in os.environ:
         _drop_submitted(wanted, master, dict(conf))
     else:
-        _choose_python(master, wanted)
+        # only spark-submit reads spark.pyspark.python, and PySpark would take the first `python3` on the PATH
+        if "spark.pyspark.python" in wanted:
+            os.environ["PYSPARK_PYTHON"] = wanted["spark.pyspark.python"]
+        elif master is None or master.startswith("local"):
+            os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         # local[*] has a slot for each core
         cores = os.cpu_count() or 1
         wanted["spark.master"] = master or (f"local[{slots}]" if (slots or 0) > cores else "local[*]")
 
-    builder = SparkSession.builder
-    for key, value in wanted.items():
-        builder = builder.config(key, value)
     try:
-        session = builder.getOrCreate()
+        session = SparkSession.builder.config(map=wanted).getOrCreate()
     except Exception as error:  # the type that pyspark raises has moved between versions
         # checked only now: Spark's own configuration may name a Java that is not on the PATH
         if "JAVA_GATEWAY" not in str(error) and "Java gateway" not in str(error):
@@ -183,17 +164,6 @@ def _drop_submitted(wanted: dict[str, str], master: str | None, asked_for: dict[
         value = wanted.pop(key)
         if key in asked_for and value != submitted.get(key):
             _note(f"--conf {key}={value} is ignored: spark-submit set it to {submitted.get(key)}")
-
-
-def _choose_python(master: str | None, conf: dict[str, str]) -> None:
-    """Have local workers run in this Python; PySpark would choose the first `python3` on the PATH.
-
-    Only spark-submit reads ``spark.pyspark.python``, so it is passed on in the environment.
-    """
-    if "spark.pyspark.python" in conf:
-        os.environ["PYSPARK_PYTHON"] = conf["spark.pyspark.python"]
-    elif master is None or master.startswith("local"):
-        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 
 
 def _note(text: str) -> None:

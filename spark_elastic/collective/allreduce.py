@@ -7,18 +7,11 @@ from typing import Any
 
 import torch
 
-from spark_elastic.collective.calls import (
-    Handle,
-    SparseHandle,
-    describe_reduction,
-    queue_call,
-    refuse_call,
-    start_allgather,
-)
+from spark_elastic.collective.calls import Handle, describe_reduction, queue_call, refuse_call, start_allgather
 from spark_elastic.collective.group import Group
 from spark_elastic.collective.negotiation import Launched, Launching
+from spark_elastic.collective.operators import Average, ReduceOp, Sum, resolve_op, scale_, wire_type
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, ReduceOp, Sum, resolve_op, scale_, wire_type
 from spark_elastic.errors import UsageError
 
 
@@ -37,7 +30,7 @@ def allreduce_async_(
         A handle for `synchronize` and `poll`. Do not use the tensor before `synchronize` has returned.
     """
     how = resolve_op(op, average)
-    return _reduce("allreduce", [tensor], tensor, how, name, prescale_factor, postscale_factor, process_set)
+    return _reduce("allreduce", [tensor], how, name, prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_async(
@@ -78,8 +71,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Reduce several tensors in place, those of one type together; the handle's result is their list."""
-    how, outputs = resolve_op(op, average), list(tensors)
-    return _reduce("grouped_allreduce", outputs, outputs, how, name, prescale_factor, postscale_factor, process_set)
+    how = resolve_op(op, average)
+    return _reduce("grouped_allreduce", tensors, how, name, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce_async(
@@ -112,15 +105,16 @@ def grouped_allreduce_(
 
 def _reduce(
     kind: str,
-    tensors: list[torch.Tensor],
-    result: Any,
+    tensors: Sequence[torch.Tensor],
     op: ReduceOp,
     name: str | None,
     prescale: float,
     postscale: float,
     process_set: ProcessSet,
 ) -> Handle:
-    """Queue the reduction of these tensors in place, those of one type together; `result` is the handle's result."""
+    """Queue the reduction of these tensors in place, those of one type together."""
+    grouped = kind != "allreduce"
+    result = list(tensors) if grouped else tensors[0]
     group = process_set.group()
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -134,8 +128,6 @@ def _reduce(
         for tensor in tensors:
             scale_(scale_(tensor.detach(), prescale), postscale)
         return Handle(None, [], lambda: result)
-
-    grouped = kind != "allreduce"
 
     def launch(group: Group) -> Launched:
         factor = postscale / (group.size if op is Average else 1)
@@ -166,11 +158,8 @@ def _reduce(
 
 
 def sparse_allreduce_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-) -> SparseHandle:
+    tensor: torch.Tensor, name: str | None = None, op: ReduceOp = Average, process_set: ProcessSet = global_process_set
+) -> Handle:
     """Sum or average the members' sparse tensors by concatenating their entries; equal indices add up.
 
     Returns:
@@ -188,7 +177,7 @@ def sparse_allreduce_async(
     if problem:
         raise refuse_call(group, "sparse_allreduce", name, UsageError(problem))
     if group is None:
-        return SparseHandle(None, [], tensor.clone)
+        return Handle(None, [], tensor.clone)
 
     def launch(group: Group) -> Launching:
         sparse = tensor.detach().coalesce()
@@ -203,7 +192,4 @@ def sparse_allreduce_async(
 
         return [work for works, _ in launched for work in works], finish
 
-    description = describe_reduction([tensor], op)
-    handle = queue_call(group, "sparse_allreduce", name, description, launch, SparseHandle)
-    assert isinstance(handle, SparseHandle)
-    return handle
+    return queue_call(group, "sparse_allreduce", name, describe_reduction([tensor], op), launch)

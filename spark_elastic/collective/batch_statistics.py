@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from spark_elastic.collective.group import Group
+from spark_elastic.collective.operators import Sum
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet
-from spark_elastic.collective.reduction import Sum
 
 _without_rows = False
 sums_in_backward: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -43,11 +43,7 @@ def is_without_rows() -> bool:
 
 
 def sum_rows(numbers: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
-    """Return the sums of float64 `numbers` over the members, as a new tensor; within `without_rows`, add zeros.
-
-    Raises:
-        HorovodInternalError: see `sum_over_group`.
-    """
+    """Return `sum_over_group` of a copy of `numbers`, for the group of the set; within `without_rows`, add zeros."""
     sums = numbers.detach().clone()
     if _without_rows:
         sums.zero_()
@@ -63,10 +59,6 @@ def normalised_group(process_set: ProcessSet) -> Group | None:
 
 
 def sum_over_group(group: Group, numbers: torch.Tensor) -> torch.Tensor:
-    """Sum `numbers`, float64, over the members, in place, and return them.
-
-    Raises:
-        HorovodInternalError: a peer is gone.
-    """
+    """Sum `numbers`, float64, over the members, in place; return them. Raise HorovodInternalError if a peer is gone."""
     group.wait(group.allreduce(numbers, Sum.gloo))
     return numbers

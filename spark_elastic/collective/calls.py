@@ -15,18 +15,15 @@ import torch
 from spark_elastic.collective.group import Group, as_bytes
 from spark_elastic.collective.negotiation import Launched, Launching, Pending, until_done
 from spark_elastic.collective.one_thread import in_one_thread
-from spark_elastic.collective.reduction import ReduceOp
+from spark_elastic.collective.operators import ReduceOp
 from spark_elastic.errors import UsageError
-
-# --- handles ----------------------------------------------------------------------------------------
 
 
 class Handle:
-    """A collective that was called. Each call of `wait` returns its result or raises its error.
+    """A collective that was called. Each call of `wait`, or of the handle, returns its result or raises its error.
 
-    It has the members (None: a world of one), the operations of Gloo, NCCL or shared memory that were launched for it,
-    and the function that makes its result once they are complete; or the pending call, which has both once the members
-    have agreed.
+    It has the members (None: a world of one), the operations that were launched for it, and the function that makes its
+    result once they are complete; or the pending call, which has both once the members have agreed.
     """
 
     __slots__ = ("_error", "_finish", "_group", "_pending", "_result", "_works")
@@ -38,20 +35,20 @@ class Handle:
         finish: Callable[[], Any] | None,
         pending: Pending | None = None,
     ) -> None:
-        self._group = group
-        self._works: list[Any] = list(works)
-        self._finish: Callable[[], Any] | None = finish
-        self._pending = pending
+        self._group, self._finish, self._pending = group, finish, pending
+        self._works = list(works)
         self._result: Any = None
         self._error: Exception | None = None
 
+    def __call__(self) -> Any:
+        return self.wait()
+
     @in_one_thread
     def done(self) -> bool:
-        if self._pending is not None:
-            try:
-                self._launch()
-            except Exception as error:
-                self._fail(error)
+        try:
+            self._launch()
+        except Exception as error:
+            self._fail(error)
         return all(work.is_completed() for work in self._works)
 
     @in_one_thread
@@ -62,11 +59,11 @@ class Handle:
             self._launch()
             while self._works:
                 assert self._group is not None
-                self._group.negotiation.serve_others(self._works[0])
+                self._group.negotiation.serve(self._works[0].is_completed)
                 self._group.wait(self._works[0])
                 del self._works[0]
-            if self._finish is not None:
-                finish, self._finish = self._finish, None
+            finish, self._finish = self._finish, None
+            if finish is not None:
                 self._result = finish()
         except Exception as error:
             self._fail(error)
@@ -83,16 +80,6 @@ class Handle:
     def _fail(self, error: Exception) -> None:
         self._error = error
         self._works, self._finish, self._pending = [], None, None
-
-
-class SparseHandle(Handle):
-    """A `Handle` that can be called for its result; Horovod returns a function in its place."""
-
-    __slots__ = ()
-
-    def __call__(self) -> torch.Tensor:
-        result: torch.Tensor = self.wait()
-        return result
 
 
 def poll(handle: Handle) -> bool:
@@ -117,19 +104,14 @@ def synchronize(handle: Handle) -> Any:
 
 
 def queue_call(
-    group: Group,
-    kind: str,
-    name: str | None,
-    description: str,
-    launch: Callable[[Group], Launched | Launching],
-    handle: type[Handle] = Handle,
+    group: Group, kind: str, name: str | None, description: str, launch: Callable[[Group], Launched | Launching]
 ) -> Handle:
-    """Queue a collective for comparison with the other members' calls; return its handle, of the class `handle`.
+    """Queue a collective for comparison with the other members' calls; return its handle.
 
     Calls are matched by the user's `name`, or in their order if it is None. `description`, with types, shapes and
     settings, must be the same on all members. `launch` is a generator if it waits for other exchanges first.
     """
-    return handle(group, [], None, group.negotiation.queue(kind, name, description, partial(launch, group)))
+    return Handle(group, [], None, group.negotiation.queue(kind, name, description, partial(launch, group)))
 
 
 def refuse_call(group: Group | None, kind: str, name: str | None, error: UsageError) -> UsageError:
@@ -170,9 +152,6 @@ def describe_reduction(
     return f"{'; '.join(map(describe_tensor, tensors))}, op={op.name}{factors}"
 
 
-# --- launching ----------------------------------------------------------------------------------------
-
-
 def start_allgather(group: Group, tensor: torch.Tensor) -> Launching:
     """Launch an all-gather of contiguous tensors along the first dimension, without comparing the members' calls."""
     everyone = torch.empty(group.size, dtype=torch.int64, device="cpu")
@@ -181,7 +160,8 @@ def start_allgather(group: Group, tensor: torch.Tensor) -> Launching:
     most = max(rows)
     if most * tensor.shape[1:].numel() == 0:
         return [], lambda: tensor.new_empty((sum(rows), *tensor.shape[1:]))
-    sent = tensor if tensor.shape[0] == most else _padded(tensor, most)
+    missing = most - tensor.shape[0]
+    sent = torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))]) if missing else tensor
     out = tensor.new_empty((group.size, most, *tensor.shape[1:]))
     work = group.allgather(as_bytes(out), as_bytes(sent))
 
@@ -191,9 +171,3 @@ def start_allgather(group: Group, tensor: torch.Tensor) -> Launching:
         return torch.cat([out[rank, :count] for rank, count in enumerate(rows)])
 
     return [work], finish
-
-
-def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    out = tensor.new_zeros((rows, *tensor.shape[1:]))
-    out[: tensor.shape[0]] = tensor
-    return out

@@ -9,16 +9,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from spark_elastic.collective.calls import agree
 from spark_elastic.collective.group import Group
-from spark_elastic.collective.process import process
-from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduce import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from spark_elastic.collective.reduction import (
+from spark_elastic.collective.operators import (
     Average,
     CastCompressor,
     Compression,
@@ -30,9 +27,11 @@ from spark_elastic.collective.reduction import (
     check_gradient_op,
     scaling_factors,
 )
+from spark_elastic.collective.process import process
+from spark_elastic.collective.process_sets import ProcessSet, global_process_set
+from spark_elastic.collective.reduce import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from spark_elastic.collective.replicas import VariableComparison
 from spark_elastic.errors import HorovodInternalError
-
-# --- buckets ----------------------------------------------------------------------------------------
 
 
 class Bucket:
@@ -41,15 +40,14 @@ class Bucket:
     Args:
         params: tensors of one type and device; only their shapes are used.
         compression: the compressor of the sent values.
-        flags: the number of elements for `flags`.
-        piggyback: the number of float64 or float32 numbers that are reduced with the gradients.
+        flags, piggyback: the numbers of elements of these attributes.
         align: each view begins at a multiple of this many bytes.
 
     Attributes:
         flat: the buffer, for the gradients, then the piggyback numbers, then `given`, then `flags`.
         views: the gradients in `flat`, shaped like their parameters.
-        piggyback: the view of `flat` with the numbers sent along; None without such numbers, or if the sent type would
-            round them.
+        piggyback: float64 or float32 numbers that are reduced with the gradients; None without such numbers, or if the
+            sent type would round them.
         given: an element of `flat` for each gradient: the number of members that gave one, or what rounding leaves of
             that number, which is never 0.
         flags: the last elements of `flat`, which are summed without scaling; None if the bucket has none. The first
@@ -71,7 +69,7 @@ class Bucket:
         """The number of gradients that backward has computed; counted by `torch.gradients`."""
         self.uses = 0
         """The number of tensors that use the memory of a free bucket."""
-        first = params[0]
+        first = self.params[0]
         unit = max(1, align // first.element_size())
         sizes = [-(-param.numel() // unit) * unit for param in params]
         if compression is not NoneCompressor or first.dtype not in (torch.float32, torch.float64):
@@ -81,7 +79,7 @@ class Bucket:
         *pieces, numbers, self.given, rest = self.flat.split([*sizes, piggyback, len(sizes), flags])
         self.piggyback = numbers if piggyback else None
         self.flags = rest if flags else None
-        self.views = [_shaped(piece[: param.numel()], param) for piece, param in zip(pieces, params, strict=True)]
+        self.views = [shaped(piece[: param.numel()], param) for piece, param in zip(pieces, params, strict=True)]
         self._starts = [0, *accumulate(sizes)]
         """The index in `flat` at which each gradient begins, and the index behind the last one."""
         self._sources: list[torch.Tensor | None] = []
@@ -102,19 +100,14 @@ class Bucket:
     def send(self, group: Group, op: Any, gradients: Sequence[torch.Tensor | None]) -> Any:
         """Launch the reduction of the scaled gradients; `flags` and `piggyback` are sent with their present values.
 
-        Rounding and a user's compressor are applied to the gradients alone.
-
-        Args:
-            group: the members.
-            op: Gloo's operator.
-            gradients: in the order of `params`, shaped like them; None: this member has none. They may be the views,
-                and are no longer needed when this returns.
+        Rounding and a user's compressor are applied to the gradients alone. These are in the order of `params` and
+        shaped like them; None: this member has none. They may be the views, and are no longer needed afterwards.
 
         Returns:
             The work. After waiting for it, call `unpack`.
         """
         self._sources = [
-            None if gradient is None else _flattened(gradient, view)
+            None if gradient is None else flattened(gradient, view)
             for gradient, view in zip(gradients, self.views, strict=True)
         ]
         self._missing = [at for at, source in enumerate(self._sources) if source is None]
@@ -176,17 +169,14 @@ class Bucket:
         self.flat[end:].copy_(rest)
 
     def given_by_none(self) -> list[int]:
-        """Return the indices of the gradients that no member gave; call it after `unpack`, before scaling `flat`.
-
-        A member that gave all of them does not read `given`, which on a GPU would take as long as the sum.
-        """
-        if not self._missing:
+        """Return the indices of the gradients that no member gave; call it after `unpack`, before scaling `flat`."""
+        if not self._missing:  # to read `given` would take as long as the sum on a GPU
             return []
         counts = self.given.tolist()
         return [at for at in self._missing if not counts[at]]
 
 
-def _shaped(piece: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+def shaped(piece: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return the piece with the parameter's shape and memory layout, with which optimizers are fastest."""
     # A tensor like this one keeps its strides only if these leave no gap and no overlap.
     if param.is_contiguous() or torch.empty_like(param, device="meta").stride() != param.stride():
@@ -194,7 +184,7 @@ def _shaped(piece: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return piece.as_strided(param.shape, param.stride())
 
 
-def _flattened(gradient: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+def flattened(gradient: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     """Return the elements, shape (elements,), in the memory order of the view; copy only if the orders differ."""
     if gradient.layout is not torch.strided:
         gradient = gradient.to_dense()
@@ -243,48 +233,35 @@ def _by_kind(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 def _by_size(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     out: list[list[torch.Tensor]] = []
     for kind in _by_kind(params):
-        bucket: list[torch.Tensor] = []
-        filled = 0
+        filled = float("inf")
         for param in kind:
-            bucket.append(param)
+            if filled >= (BUCKET_BYTES if len(out) > 1 else FIRST_BUCKET_BYTES):
+                out.append([])
+                filled = 0
+            out[-1].append(param)
             filled += param.numel() * param.element_size()
-            if filled >= (BUCKET_BYTES if out else FIRST_BUCKET_BYTES):
-                out.append(bucket)
-                bucket, filled = [], 0
-        if bucket:
-            out.append(bucket)
     return out
 
 
 # --- the gradients of a step --------------------------------------------------------------------------
 
+ALIGN_BYTES = 64
+"""TensorFlow reads arrays without a copy if they begin at a multiple of this."""
 _KEPT = 4
 """The number of bucket sets kept for later steps. Two alternate if results are released one step later."""
-
-
-class Comparison(Protocol):
-    """Compares the parameters of the members, before the first step that trains them."""
-
-    @property
-    def left(self) -> int:
-        """The number of comparisons that may be necessary."""
-
-    def compare(self, group: Group, left: int) -> int:
-        """Compare, on all members; `left` is the most that a member has. Returns the number that is left now."""
 
 
 class FusedReduction:
     """Averages or sums the tensors of a step over the members; each step must have the same shapes.
 
-    The results are in buckets that are reused once no tensor refers to one of them. The members' agreement on a coming
-    world is sent with them.
+    The results begin at multiples of `ALIGN_BYTES`. They are in buckets that are reused once no tensor refers to one
+    of them. The members' agreement on a coming world is sent with them.
 
     Args:
         op: Average or Sum.
         compression: the compressor of the sent values.
         predivide: divisor before the sum; after it, sums are divided by size / predivide. Needs Average.
         process_set: the processes to reduce over.
-        align: results begin at a multiple of this many bytes.
 
     Raises:
         UsageError: the arguments contradict each other.
@@ -297,19 +274,17 @@ class FusedReduction:
         compression: type[Compressor] = Compression.none,
         predivide: float = 1.0,
         process_set: ProcessSet = global_process_set,
-        align: int = 1,
     ) -> None:
         check_gradient_op(op, predivide)
         self._op = op
         self._compression = compression
         self._predivide = predivide
         self._process_set = process_set
-        self._align = align
         self._kinds: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._piggyback_width = 0
         self._agreed_on: Group | None = None
         """The group whose members were found to have the same plan."""
-        self._comparison: Comparison | None = None
+        self._comparison: VariableComparison | None = None
         """Compares the parameters before the next step in this group; None: they are equal."""
         self._left = 0
         self._sets: list[list[Bucket]] = []
@@ -319,7 +294,7 @@ class FusedReduction:
         self,
         tensors: Sequence[torch.Tensor],
         scalars: torch.Tensor | None = None,
-        comparison: Comparison | None = None,
+        comparison: VariableComparison | None = None,
     ) -> list[torch.Tensor]:
         """Return the reduced tensors, in the same order; in a world of one, `tensors` themselves.
 
@@ -335,23 +310,21 @@ class FusedReduction:
         """
         try:
             group = self._process_set.group() if self._process_set.included() else None
-            if group is None:
-                if self._process_set is global_process_set:
-                    process.saw_update(process.update_pending)
-                results = list(tensors)
-            else:
-                results = self._reduce(group, tensors, scalars, comparison)
+            if group is not None:
+                return self._reduce(group, tensors, scalars, comparison)
         except HorovodInternalError:
             self._sets = []  # what is in flight keeps its own
             raise
-        return results
+        if self._process_set is global_process_set:
+            process.saw_update(process.update_pending)
+        return list(tensors)
 
     def _reduce(
         self,
         group: Group,
         tensors: Sequence[torch.Tensor],
         scalars: torch.Tensor | None,
-        comparison: Comparison | None,
+        comparison: VariableComparison | None,
     ) -> list[torch.Tensor]:
         self._plan(tensors, scalars)
         if group is not self._agreed_on:
@@ -369,8 +342,8 @@ class FusedReduction:
                 bucket.piggyback.copy_(scalars)
             bucket.scale(self._op, self._predivide, group.size)
             works.append(bucket.send(group, Sum.gloo, [tensors[index] for index in part]))
-        with_piggyback = bool(buckets) and buckets[-1].piggyback is not None
-        alone = group.allreduce(scalars, Sum.gloo) if scalars is not None and not with_piggyback else None
+        piggyback = buckets[-1].piggyback if buckets else None
+        alone = group.allreduce(scalars, Sum.gloo) if scalars is not None and piggyback is None else None
         results = list(tensors)
         for bucket, part, work in zip(buckets, self._parts, works, strict=True):
             group.wait(work)
@@ -381,14 +354,11 @@ class FusedReduction:
                 results[index] = view.detach()  # counted as a use of the memory for as long as it exists
         if alone is not None:
             group.wait(alone)
-        elif scalars is not None:
-            piggyback = buckets[-1].piggyback
-            assert piggyback is not None
+        elif scalars is not None and piggyback is not None:
             scalars.copy_(piggyback / buckets[-1].after)
-        if buckets:
+        if buckets and self._process_set is global_process_set:
             assert buckets[-1].flags is not None
-            if self._process_set is global_process_set:
-                process.saw_update(bool(buckets[-1].flags.item()))
+            process.saw_update(bool(buckets[-1].flags.item()))
         return results
 
     def _plan(self, tensors: Sequence[torch.Tensor], scalars: torch.Tensor | None) -> None:
@@ -406,12 +376,8 @@ class FusedReduction:
         self._sets = []
         self._agreed_on = None
 
-    def _agree(self, group: Group, comparison: Comparison | None) -> None:
-        """Compare the plan with those of the other members, and find out whether to compare the parameters.
-
-        Raises:
-            MismatchError: they differ.
-        """
+    def _agree(self, group: Group, comparison: VariableComparison | None) -> None:
+        """Compare the plan with those of the other members, and find out whether to compare the parameters."""
         shapes = "; ".join(f"{dtype} {list(shape)}" for shape, dtype in self._kinds)
         settings = f"op={self._op.name}, predivide={self._predivide}, compression={self._compression.__name__}"
         left = 0 if comparison is None else comparison.left
@@ -434,7 +400,7 @@ class FusedReduction:
                 self._compression,
                 flags=int(number == last),
                 piggyback=self._piggyback_width if number == last else 0,
-                align=self._align,
+                align=ALIGN_BYTES,
             )
             for number, part in enumerate(self._parts)
         ]

@@ -11,19 +11,18 @@ import torch
 
 from spark_elastic.collective import reduce
 from spark_elastic.collective.gloo.process_group import GlooCollectives
+from spark_elastic.collective.gpu.nccl import NcclReductions
 from spark_elastic.collective.joining import CollectiveLog
 from spark_elastic.collective.negotiation import Negotiation
 from spark_elastic.collective.one_thread import in_one_thread
-from spark_elastic.collective.reduce import Fill, Ways
+from spark_elastic.collective.reduce import Fill
+from spark_elastic.collective.shared_memory.reducer import SharedMemoryReducer
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.wire.worker_link import WorkerLink
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor, shape (bytes,), in the same memory.
-
-    Gloo has fewer types than torch, but it moves bytes.
-    """
+    """Return the bytes of a contiguous tensor, shape (bytes,), in the same memory; Gloo lacks some of torch's types."""
     if not tensor.numel():  # an empty tensor may have a stride of 0, which cannot be viewed as another type
         return tensor.new_empty(0, dtype=torch.uint8)
     # not `view(-1)`: a single element counts as contiguous whatever its stride is, and would keep that stride
@@ -53,13 +52,6 @@ class Group:
 
     One thread uses it; `cut`, which ends it, may be called from any thread. All members launch its collectives in the
     same order, and wait for them in any order. Each launch returns the work to wait for.
-
-    Args:
-        link: the link to the driver.
-        round: the number of the world.
-        name: identifies the group among those of the round.
-        rank: of this member in the group.
-        world_ranks: the members' ranks in the world.
     """
 
     def __init__(self, link: WorkerLink, round: int, name: str, rank: int, world_ranks: Sequence[int]) -> None:
@@ -74,10 +66,12 @@ class Group:
         """The texts that the members have sent one another when they connected, by rank."""
         self.why: str | None = None
         """The reason why the group is over; None while it is in use."""
-        self.log = CollectiveLog(link, round, name, rank, self.size)
+        self.log = CollectiveLog(link, self)
         self.negotiation = Negotiation(self)
         self.gloo = GlooCollectives(self)
-        self.ways = Ways(self.gloo)
+        self.shared_memory: SharedMemoryReducer | None = None
+        self.nccl: NcclReductions | None = None
+        """The ways to reduce; None: the members cannot use it."""
         self._link = link
         open_groups.add(self)
 
@@ -89,25 +83,27 @@ class Group:
 
         `fill` writes this member's contribution; None: it is in `tensor`.
         """
-        self._settle()
-        way = reduce.choose(self.ways, tensor, op)
-        if way is None:
+        self.negotiation.settle()
+        on_gpu = reduce.is_on_gpu(tensor)
+        special: NcclReductions | SharedMemoryReducer | None = self.nccl if on_gpu else self.shared_memory
+        way = special if special is not None and special.reduces(tensor, op) else None
+        if way is None and on_gpu:
             if fill is not None:
                 fill(tensor, 0)
             return launch_staged(lambda copy: self.allreduce(copy, op), tensor)
         self.check_alive()
         self.log.launched("allreduce", tensor, op)
-        return way.allreduce(tensor, op, fill)
+        return (way or self.gloo).allreduce(tensor, op, fill)
 
     @in_one_thread
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
         """Launch a broadcast of the tensor of rank `root`."""
         if reduce.is_on_gpu(tensor):
             return launch_staged(lambda copy: self.broadcast(copy, root), tensor)
-        self._settle()
+        self.negotiation.settle()
         self.check_alive()
         self.log.launched("broadcast", tensor, root)
-        return (self.ways.shared_memory or self.gloo).broadcast(as_bytes(tensor), root)
+        return (self.shared_memory or self.gloo).broadcast(as_bytes(tensor), root)
 
     # --- collectives that Gloo alone has ----------------------------------------------------------
 
@@ -116,7 +112,7 @@ class Group:
         """Launch an all-gather of tensors of equal size; `out` receives them in rank order."""
         if reduce.is_on_gpu(out, tensor):
             return launch_staged(self.allgather, out, tensor)
-        self._settle()
+        self.negotiation.settle()
         self.log.launched("allgather", tensor, None)
         return self.gloo.launch("_allgather_base", out, tensor)
 
@@ -125,7 +121,7 @@ class Group:
         """Launch an all-to-all. `received` and `sent` count the rows from and to each member."""
         if reduce.is_on_gpu(out, tensor):
             return launch_staged(lambda out, tensor: self.alltoall(out, tensor, received, sent), out, tensor)
-        self._settle()
+        self.negotiation.settle()
         self.log.launched("alltoall", tensor, None)
         return self.gloo.launch("alltoall_base", out, tensor, received, sent)
 
@@ -136,14 +132,9 @@ class Group:
         everyone = sent.new_empty((self.size, sent.numel()))
         work = self.gloo.launch("_allgather_base", everyone.view(-1), sent)
         if serve:
-            self.negotiation.serve_others(work)
+            self.negotiation.serve(work.is_completed)
         self.wait(work)
         return [row.numpy().tobytes() for row in everyone]
-
-    def _settle(self) -> None:
-        """Launch the queued collectives first; see `Negotiation.settle`."""
-        if self.negotiation.is_due:
-            self.negotiation.settle()
 
     @in_one_thread
     def wait(self, work: Any) -> None:
@@ -169,23 +160,26 @@ class Group:
             self.log.stalled()
         self._link.blocked(begins)
 
+    def _ways(self) -> list[GlooCollectives | SharedMemoryReducer | NcclReductions]:
+        return [way for way in (self.gloo, self.shared_memory, self.nccl) if way is not None]
+
     def cut(self, why: str) -> None:
         """End the group at once, from any thread: blocked and later collectives raise HorovodInternalError."""
         self.why = self.why or why
-        for way in self.ways.open():
+        for way in self._ways():
             way.cut()
 
     def close(self) -> None:
         """Disconnect and free everything; safe to repeat. Collectives in flight fail."""
         self.why = self.why or "the group was closed"
         self.negotiation.close()
-        for way in self.ways.open():
+        for way in self._ways():
             way.close()
         open_groups.discard(self)
 
     def close_in_child(self) -> None:
         self.why = "this is a forked child"
-        for way in self.ways.open():
+        for way in self._ways():
             way.close_in_child()
 
 

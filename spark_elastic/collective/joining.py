@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spark_elastic.collective.negotiation import Members
 from spark_elastic.collective.one_thread import in_one_thread
+from spark_elastic.collective.reduce import GroupContext
 from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
 from spark_elastic.wire.worker_link import WorkerLink
 
@@ -30,27 +30,22 @@ _END = b"end"
 class CollectiveLog:
     """The last collectives of one group, by number; they are published once a rank has joined."""
 
-    def __init__(self, link: WorkerLink, round: int, group: str, rank: int, size: int) -> None:
+    def __init__(self, link: WorkerLink, group: GroupContext) -> None:
+        self._link, self._group = link, group
         self.count = 0
-        self._link = link
-        self._round = round
-        self._rank = rank
-        self._size = size
-        self._name = group
         self.joins = 0
         """The number of joins that all ranks have completed in this round; part of every key."""
-        self._last: deque[tuple[int, dict[str, Any]]] = deque(maxlen=64)
+        self._last: deque[tuple[int, tuple[Any, ...]]] = deque(maxlen=64)
         self._publishing = False
         self._asking = False
 
     def launched(self, name: str, tensor: torch.Tensor, argument: Any) -> None:
         """Record the launch of a collective. It is called for each of them, so it must cost almost nothing."""
-        kind = (tensor.dtype, tensor.numel(), tensor.device.type)
-        entry = (self.count, {"name": name, "tensor": kind, "argument": argument})
-        self._last.append(entry)
+        number, call = self.count, (name, tensor.dtype, tensor.numel(), tensor.device.type, argument)
+        self._last.append((number, call))
         self.count += 1
         if self._publishing:  # read after the entry is in the list, see `_ask`
-            self._publish(*entry)
+            self._publish(number, call)
 
     def stalled(self) -> None:
         """Start to ask the driver for a rank that has joined, since a collective takes long; repeats do nothing."""
@@ -60,82 +55,76 @@ class CollectiveLog:
 
     def _ask(self, generation: int) -> None:
         try:
-            since = self._link.kv_get(self._round, f"{self._prefix(generation)}/first", FOREVER_S)
+            since = self._link.kv_get(self._group.round, f"{self._prefix(generation)}/first", FOREVER_S)
             if generation != self.joins:
                 return
             self._publishing = True
             # the launching thread publishes collectives from here on; the earlier ones are in the list
-            for number, entry in list(self._last):
+            for number, call in list(self._last):
                 if number >= int(since):
-                    self._publish(number, entry)
+                    self._publish(number, call)
         except (SparkElasticError, TimeoutError):  # the round is over
             return
 
-    def _publish(self, number: int, entry: dict[str, Any]) -> None:
-        dtype, count, device = entry["tensor"]
-        argument = entry["argument"] if isinstance(entry["argument"], int) else str(entry["argument"])
-        plain = {"name": entry["name"], "dtype": str(dtype), "count": count, "device": device, "argument": argument}
-        self._link.kv_set(self._round, self._key(number), json.dumps(plain).encode())
+    def _publish(self, number: int, call: tuple[Any, ...]) -> None:
+        plain = [part if isinstance(part, int) else str(part) for part in call]
+        self._link.kv_set(self._group.round, self._key(number), json.dumps(plain).encode())
 
     def _key(self, number: int) -> str:
         return f"{self._prefix(self.joins)}/collective/{number}"
 
     def _prefix(self, generation: int) -> str:
         # with the name: a rank that has joined in one group must not take part in the collectives of another
-        return f"join/{self._name}/{generation}"
+        return f"join/{self._group.name}/{generation}"
 
     # --- the rank that joins ------------------------------------------------------------------
 
     @in_one_thread
-    def join(self, group: Members) -> int:
+    def join(self) -> int:
         """Take part in the others' collectives until all have joined; return the rank that joined last."""
         prefix = self._prefix(self.joins)
         self._publishing = False
-        self._link.kv_set(self._round, f"{prefix}/first", str(self.count).encode())
+        self._link.kv_set(self._group.round, f"{prefix}/first", str(self.count).encode())
         counts: list[int] = []
-        waits = threading.Thread(
-            target=self._end_when_all_have, args=(prefix, self.count, counts), name="spark-elastic-join", daemon=True
-        )
+        args = prefix, self.count, counts
+        waits = threading.Thread(target=self._end_when_all_have, args=args, name="spark-elastic-join", daemon=True)
         waits.start()
-        while True:
-            call = self._link.kv_get(self._round, self._key(self.count), FOREVER_S)
-            if call == _END:
-                break
-            _contribute_neutral(group, json.loads(call))
+        while (call := self._link.kv_get(self._group.round, self._key(self.count), FOREVER_S)) != _END:
+            _contribute_neutral(self._group, *json.loads(call))
         waits.join()
         if not counts:  # the round has ended between the end mark and the others' counts
-            raise HorovodInternalError(f"round {self._round} ended while its ranks were in hvd.join()")
+            raise HorovodInternalError(f"round {self._group.round} ended while its ranks were in hvd.join()")
         self.joins += 1
         self._asking = False
-        return max(range(self._size), key=lambda rank: (counts[rank], rank))
+        return max(range(self._group.size), key=lambda rank: (counts[rank], rank))
 
     def _end_when_all_have(self, prefix: str, count: int, counts: list[int]) -> None:
         """Put the number of collectives that each rank had launched when it joined into `counts`, and end the join."""
+        group = self._group
         try:
-            found = self._link.gather(self._round, prefix, self._rank, self._size, str(count), FOREVER_S)
+            found = self._link.gather(group.round, prefix, group.rank, group.size, str(count), FOREVER_S)
             counts += map(int, found)
-            self._link.kv_set(self._round, f"{prefix}/collective/{max(counts)}", _END)
+            self._link.kv_set(group.round, f"{prefix}/collective/{max(counts)}", _END)
         except (SparkElasticError, TimeoutError):
             return
 
 
-def _contribute_neutral(group: Members, call: dict[str, Any]) -> None:
-    """Take part in one collective of the others with neutral values."""
-    dtype = getattr(torch, call["dtype"].removeprefix("torch."))
-    if call["name"] == "allreduce":
-        operator = getattr(dist.ReduceOp, call["argument"].rsplit(".", 1)[-1])
+def _contribute_neutral(group: GroupContext, name: str, type_name: str, count: int, device: str, argument: Any) -> None:
+    """Take part in one collective of the others, see `CollectiveLog.launched`, with neutral values."""
+    dtype = getattr(torch, type_name.removeprefix("torch."))
+    if name == "allreduce":
+        operator = getattr(dist.ReduceOp, argument.rsplit(".", 1)[-1])
         # on the same kind of device: it decides which backend reduces the tensor
-        neutral = _neutral(call["argument"], dtype)
-        tensor = torch.full((call["count"],), neutral, dtype=dtype, device=call["device"])
+        tensor = torch.full((count,), _neutral(argument, dtype), dtype=dtype, device=device)
         group.wait(group.allreduce(tensor, operator))
-    elif call["name"] == "allgather":
-        tensor = torch.zeros(call["count"], dtype=dtype, device="cpu")
-        group.wait(group.allgather(tensor.new_empty(call["count"] * group.size), tensor))
-    elif call["name"] == "broadcast" and call["argument"] != group.rank:
-        group.wait(group.broadcast(torch.empty(call["count"], dtype=dtype, device="cpu"), call["argument"]))
+    elif name == "allgather":
+        tensor = torch.zeros(count, dtype=dtype, device="cpu")
+        group.wait(group.allgather(tensor.new_empty(count * group.size), tensor))
+    elif name == "broadcast" and argument != group.rank:
+        group.wait(group.broadcast(torch.empty(count, dtype=dtype, device="cpu"), argument))
     else:
         raise UsageError(
-            f"another rank has called {call['name']}, in which a rank that waits in hvd.join() cannot take part; "
+            f"another rank has called {name}, in which a rank that waits in hvd.join() cannot take part; "
             "while a rank has joined, only allreduce, allgather and broadcast from a rank that has not joined are "
             "possible"
         )

@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,21 +32,6 @@ from spark_elastic import clock
 from spark_elastic.collective.one_thread import in_one_thread
 from spark_elastic.collective.reduce import STALL_S, GroupContext
 from spark_elastic.errors import MismatchError, SparkElasticError, UsageError
-
-
-class Members(GroupContext, Protocol):
-    """The group whose calls are compared: four of its methods, and the members' ranks in the world."""
-
-    world_ranks: Sequence[int]
-
-    def allreduce(self, tensor: torch.Tensor, op: Any) -> Any: ...
-
-    def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> Any: ...
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Any: ...
-
-    def wait(self, work: Any) -> None: ...
-
 
 Launched = tuple[Sequence[Any], Callable[[], Any]]
 """The launched operations (works) of a collective, and the function that makes its result once they are complete."""
@@ -64,8 +49,6 @@ _PAUSE_S = 1e-4
 class Pending:
     """A collective that was called and is not launched yet."""
 
-    kind: str
-    """The name of the collective."""
     key: str
     """The user's name for the call; without one, its number among the calls of this collective without a name."""
     description: str
@@ -81,29 +64,16 @@ class Pending:
     launched: Launched | None = None
     error: Exception | None = None
 
-    @property
-    def is_settled(self) -> bool:
-        return self.launched is not None or self.error is not None
-
-    def message(self) -> list[str]:
-        """Return the part that is sent to the other members."""
-        return [self.key, self.kind, self.description, self.problem]
-
     def start(self) -> Generator[Any, None, None]:
         """Launch it, yielding what that waits for; an error is kept and raised to the waiting caller."""
-        launch, self.launch = self.launch, None
         try:
-            launched = ((), lambda: None) if launch is None else launch()
+            launched = ((), lambda: None) if self.launch is None else self.launch()
             self.launched = (yield from launched) if isinstance(launched, Generator) else launched
         except Exception as error:
             self.error = error
 
-    def fail(self, error: Exception) -> None:
-        self.launch = None
-        self.error = error
 
-
-def until_done(group: Members, work: Any) -> Generator[Any, None, None]:
+def until_done(group: GroupContext, work: Any) -> Generator[Any, None, None]:
     """Yield a work, and complete it when the generator is continued; see `Launching`."""
     yield work
     group.wait(work)
@@ -127,7 +97,7 @@ class Negotiation:
     group before it calls the one of this group. For the same reason, no comparison blocks the others.
     """
 
-    def __init__(self, group: Members) -> None:
+    def __init__(self, group: GroupContext) -> None:
         self._group = group
         self._queue: dict[str, Pending] = {}
         self._numbers: dict[str, int] = {}
@@ -141,11 +111,6 @@ class Negotiation:
         self._waiting = False
         """True while the caller waits for one of the queued collectives."""
 
-    @property
-    def is_due(self) -> bool:
-        """True if a queued collective has to be launched before the next one that is not queued."""
-        return bool(self._queue) and not self._busy
-
     @in_one_thread
     def queue(
         self,
@@ -156,11 +121,7 @@ class Negotiation:
         problem: str = "",
         detail: str = "",
     ) -> Pending:
-        """Add a collective; it is launched when it is waited for, or earlier. See `Pending` for the arguments.
-
-        Raises:
-            UsageError: one with this name is queued already.
-        """
+        """Add a call, to be launched when it is waited for, or earlier. Raise UsageError if its name is in use."""
         if name is None:
             number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
             key = f"{kind} {number}"
@@ -168,54 +129,59 @@ class Negotiation:
             key = f"{kind} named {name!r}"
         if key in self._queue:
             raise UsageError(f"{key} is under way already; synchronize it first, or give the second another name")
-        pending = Pending(kind, key, description, problem, launch, detail)
+        pending = Pending(key, description, problem, launch, detail)
         self._queue[key] = pending
         _in_use.add(self)
         return pending
 
     @in_one_thread
     def launch(self, pending: Pending) -> Launched:
-        """Block until all members have called this collective, and launch it.
-
-        Raises:
-            MismatchError: they have called another collective, or this one with another description.
-            HorovodInternalError: a peer is gone.
-        """
-        while not pending.is_settled:
+        """Block until all members have called this collective, and launch it. Raise MismatchError if they differ."""
+        while pending.launched is None and pending.error is None:
             if pending.key not in self._queue:
                 self._group.check_alive()
                 raise AssertionError(f"{pending.key} was never launched")
             self._compare()
-        if pending.error is not None:
+        if pending.launched is None:
+            assert pending.error is not None
             raise pending.error
-        assert pending.launched is not None
         return pending.launched
 
     @in_one_thread
     def settle(self) -> None:
         """Launch all queued collectives, before one that is not queued. Raises as `launch`."""
-        while self._queue:
+        while self._queue and not self._busy:
             waiting = list(self._queue.values())
             self._compare()
             for pending in waiting:
                 if isinstance(pending.error, SparkElasticError):
                     raise pending.error
 
-    def serve_others(self, work: Any) -> None:
-        """Complete the comparisons that were begun for other groups, before this member blocks in `work`.
+    def serve(self, is_over: Callable[[], bool], start: bool = False) -> None:
+        """Complete the comparisons that were begun for other groups, before this member blocks, until `is_over()`.
 
         The other members of those groups then launch the compared collectives. They need slots in shared memory that
-        are free only once this member has launched the same collectives, and they come to `work` only after that.
+        are free only once this member has launched the same collectives, and only then do they come to what this
+        member waits for. If `start`, begin comparisons, too, until nothing is queued in another group.
         """
-        self.serve_begun(work.is_completed)
-
-    def serve_begun(self, is_over: Callable[[], bool]) -> None:
-        """Complete the comparisons that were begun for other groups, until `is_over()`; see `serve_others`."""
-        self._serve(is_over, lambda other: other._comparison is not None, start=False)
-
-    def serve_until(self, is_over: Callable[[], bool]) -> None:
-        """Compare the queues of other groups until `is_over()`, or until nothing is queued."""
-        self._serve(is_over, lambda other: bool(other._queue), start=True)
+        began, stalled = clock.monotonic(), False
+        try:
+            while True:
+                others = [each for each in _in_use if each is not self and (each._queue if start else each._comparison)]
+                if not others or is_over():
+                    return
+                self._group.check_alive()
+                for other in others:
+                    if start:
+                        other._start()
+                    other._is_over()
+                if not stalled and clock.monotonic() - began > STALL_S:
+                    stalled = True
+                    self._group.report_stall(True)
+                time.sleep(_PAUSE_S)
+        finally:
+            if stalled:
+                self._group.report_stall(False)
 
     def reset_numbers(self) -> None:
         """Restart the numbering of calls without a name, when no member has a call in progress."""
@@ -232,7 +198,7 @@ class Negotiation:
         self._waiting = True
         try:
             self._start()
-            self.serve_until(self._is_over)
+            self.serve(self._is_over, start=True)
             while self._comparison is not None:
                 self._continue()
         finally:
@@ -265,7 +231,8 @@ class Negotiation:
     def _steps(self) -> Generator[Any, None, None]:
         """Compare the queues, and launch the collectives that all members have queued alike, one after another."""
         queued = list(self._queue.values())
-        what = _fingerprint(json.dumps([pending.message() for pending in queued]))
+        mine = {pending.key: (pending.description, pending.problem) for pending in queued}
+        what = _fingerprint(json.dumps(mine))
         detail = _fingerprint(json.dumps([pending.detail for pending in queued]))
         # the maximum of x and of -x shows whether all x are equal; a rank that has joined does not change a maximum
         token = torch.tensor([what, -what, detail, -detail], device="cpu")
@@ -276,38 +243,15 @@ class Negotiation:
                 pending.alike = most_detail == -least_detail
             agreed = queued
         else:
-            agreed = self._resolve((yield from self._exchange_queues(queued)))
+            agreed = self._resolve((yield from self._exchange_queues(mine)))
         for pending in agreed:
             yield from pending.start()
             del self._queue[pending.key]
 
-    def _serve(self, is_over: Callable[[], bool], needs: Callable[[Negotiation], bool], start: bool) -> None:
-        """Compare the queues of the other groups for which `needs` returns True, because their members may wait.
-
-        Return when `is_over()` returns True, or when no group needs it. If `start` is False, only complete comparisons
-        that are in progress.
-        """
-        began, stalled = clock.monotonic(), False
-        try:
-            while (others := [other for other in _in_use if other is not self and needs(other)]) and not is_over():
-                self._group.check_alive()
-                for other in others:
-                    if start:
-                        other._start()
-                    other._is_over()
-                if not stalled and clock.monotonic() - began > STALL_S:
-                    stalled = True
-                    self._group.report_stall(True)
-                time.sleep(_PAUSE_S)
-        finally:
-            if stalled:
-                self._group.report_stall(False)
-
-    def _exchange_queues(self, queued: list[Pending]) -> Generator[Any, None, dict[int, _MemberQueue]]:
+    def _exchange_queues(self, queue: dict[str, tuple[str, str]]) -> Generator[Any, None, dict[int, _MemberQueue]]:
         """Return the members' queues, by rank in the group, without the ranks that have joined."""
         group = self._group
-        entries = [pending.message() for pending in queued]
-        mine = json.dumps({"waits": self._waiting, "numbers": self._numbers, "queue": entries}).encode()
+        mine = json.dumps(_MemberQueue(self._waiting, self._numbers, queue)).encode()
         sizes = torch.empty(group.size, dtype=torch.int64, device="cpu")
         yield from until_done(group, group.allgather(sizes, torch.tensor([len(mine)], device="cpu")))
         longest = int(sizes.max())
@@ -317,7 +261,7 @@ class Negotiation:
         everyone = sent.new_empty((group.size, longest))
         yield from until_done(group, group.allgather(everyone.view(-1), sent))
         return {
-            rank: _MemberQueue(json.loads(row.numpy().tobytes()[:size]))
+            rank: _MemberQueue(*json.loads(row.numpy().tobytes()[:size]))
             for rank, (row, size) in enumerate(zip(everyone, sizes.tolist(), strict=True))
             if size
         }
@@ -332,26 +276,27 @@ class Negotiation:
         agreed = []
         for key in common:
             entries = {rank: queue[key] for rank, queue in queues.items()}
-            refused = {rank: entry[3] for rank, entry in entries.items() if entry[3]}
+            refused = {rank: problem for rank, (_, problem) in entries.items() if problem}
+            descriptions = {rank: description for rank, (description, _) in entries.items()}
             if refused:
                 error = f"{key} cannot be done: {self._by_rank(refused)}"
-            elif len({entry[2] for entry in entries.values()}) > 1:
-                shown = self._by_rank({rank: entry[2] for rank, entry in entries.items()})
+            elif len(set(descriptions.values())) > 1:
+                shown = self._by_rank(descriptions)
                 error = f"ranks call {key} differently: {shown}; types, shapes and settings must be the same"
             else:
                 agreed.append(self._queue[key])
                 continue
-            self._queue.pop(key).fail(MismatchError(error))
+            self._queue.pop(key).error = MismatchError(error)
         return agreed
 
     def _fail_all(self, members: dict[int, _MemberQueue]) -> None:
         error = MismatchError(
             "ranks wait for collectives that other ranks do not call: "
-            + self._by_rank({rank: "; ".join(map(_shown, each.queue.values())) for rank, each in members.items()})
+            + self._by_rank({rank: each.shown() for rank, each in members.items()})
             + "; call the same ones, with the same names and in the same order, on all ranks"
         )
         for pending in self._queue.values():
-            pending.fail(error)
+            pending.error = error
         self._queue.clear()
         for member in members.values():
             for kind, number in member.numbers.items():
@@ -371,13 +316,15 @@ class Negotiation:
         return ", ".join(shown) + (f" and {len(ranks) - len(shown)} more" if len(ranks) > len(shown) else "")
 
 
-class _MemberQueue:
-    """A member's queue by key, with its numbering; `waits` is True if it waits for one of the queued collectives."""
+class _MemberQueue(NamedTuple):
+    """A member's queue: description and problem of each call, by key; `waits`: it waits for one of them."""
 
-    def __init__(self, message: dict[str, Any]) -> None:
-        self.waits: bool = message["waits"]
-        self.numbers: dict[str, int] = message["numbers"]
-        self.queue: dict[str, list[str]] = {entry[0]: entry for entry in message["queue"]}
+    waits: bool
+    numbers: dict[str, int]
+    queue: dict[str, tuple[str, str]]
+
+    def shown(self) -> str:
+        return "; ".join(f"{key} ({about})" if about else key for key, (about, _) in self.queue.items())
 
 
 _in_use: weakref.WeakSet[Negotiation] = weakref.WeakSet()
@@ -388,13 +335,9 @@ def _fingerprint(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
 
-def _shown(entry: list[str]) -> str:
-    return f"{entry[0]} ({entry[2]})" if entry[2] else entry[0]
-
-
 def _excerpt(text: str, start: int) -> str:
     """Return the part of a long text from `start` on, where it differs from the others."""
     if len(text) <= _LONGEST_TEXT:
         return text
-    part = text[start : start + _LONGEST_TEXT]
-    return ("..." if start else "") + part + ("..." if start + len(part) < len(text) else "")
+    end = start + _LONGEST_TEXT
+    return ("..." if start else "") + text[start:end] + ("..." if end < len(text) else "")

@@ -18,15 +18,13 @@ from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.errors import AuthenticationError
 
+_OBJECT, _LENGTH = "an object", "the length of an object"
 _SIZE_BYTES, _MAC_BYTES = 8, 32
 _CHUNK_BYTES = 32 << 20
 
 
 def broadcast_object(
-    obj: Any = None,
-    root_rank: int = 0,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Return the object of `root_rank`, sent as a pickle; `obj` itself on the root, and before the elastic loop.
 
@@ -43,10 +41,13 @@ def broadcast_object(
         return obj
     agree(group, "broadcast_object", f"root_rank={root_rank}", name)
     group.objects += 1
-    if group.rank == root:
-        _send(group, cloudpickle.dumps(obj))
-        return obj
-    return pickle.loads(_receive(group, root))
+    if group.rank != root:
+        size = int.from_bytes(_received(_LENGTH, _SIZE_BYTES, group, root), "big")
+        return pickle.loads(_received(_OBJECT, size, group, root))
+    data = cloudpickle.dumps(obj)
+    for kind, part in ((_LENGTH, len(data).to_bytes(_SIZE_BYTES, "big")), (_OBJECT, data)):
+        group.wait(group.broadcast(_tensor(_signed(kind, part, group)), root))
+    return obj
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
@@ -63,74 +64,58 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     agree(group, "allgather_object", name=name)
     group.objects += 1
     data = cloudpickle.dumps(obj)
-    mine = _tensor(_signed_size(len(data), group, group.rank))
-    signed_sizes = mine.new_empty((group.size, _SIZE_BYTES + _MAC_BYTES))
-    group.wait(group.allgather(signed_sizes.view(-1), mine))
-    sizes = [_verified_size(row.numpy().tobytes(), group, rank) for rank, row in enumerate(signed_sizes)]
+    mine = _tensor(_signed(_LENGTH, len(data).to_bytes(_SIZE_BYTES, "big"), group))
+    lengths = mine.new_empty((group.size, len(mine)))
+    group.wait(group.allgather(lengths.view(-1), mine))
+    sizes = [int.from_bytes(_verified(_LENGTH, row, group, rank), "big") for rank, row in enumerate(lengths)]
     longest = max(sizes) + _MAC_BYTES
     everyone = mine.new_empty((group.size, longest))
-    group.wait(group.allgather(everyone.view(-1), _tensor(_signed(data, group, group.rank).ljust(longest, b"\0"))))
+    group.wait(group.allgather(everyone.view(-1), _tensor(_signed(_OBJECT, data, group).ljust(longest, b"\0"))))
     return [
-        pickle.loads(_verified(row[: size + _MAC_BYTES].numpy().tobytes(), group, rank))
+        pickle.loads(_verified(_OBJECT, row[: size + _MAC_BYTES], group, rank))
         for rank, (row, size) in enumerate(zip(everyone, sizes, strict=True))
     ]
 
 
-def _mac(data: bytes, group: Group, sender: int) -> bytes:
-    """Return a MAC that only workers of this job can make, for this object collective and this sender."""
+def _mac(purpose: str, about: str, data: bytes) -> bytes:
     assert process.link is not None
-    key = process.link.derive_key("objects")
-    return hmac.digest(key, f"{group.round} {group.name} {group.objects} {sender} ".encode() + data, hashlib.sha256)
+    return hmac.digest(process.link.derive_key(purpose), f"{about} ".encode() + data, hashlib.sha256)
 
 
-def _signed(data: bytes, group: Group, sender: int) -> bytes:
-    return _mac(data, group, sender) + data
+def sign(purpose: str, about: str, data: bytes) -> bytes:
+    """Return `data` behind a MAC of it and of `about`, which only workers of this job can make."""
+    return _mac(purpose, about, data) + data
 
 
-def _verified(signed: bytes, group: Group, sender: int) -> bytes:
-    data = signed[_MAC_BYTES:]
-    if not hmac.compare_digest(signed[:_MAC_BYTES], _mac(data, group, sender)):
+def verify(purpose: str, about: str, message: bytes, what: str) -> bytes:
+    """Return the data of a message of `sign`; raise AuthenticationError if `what` comes from no worker of this job."""
+    data = message[_MAC_BYTES:]
+    if not hmac.compare_digest(message[:_MAC_BYTES], _mac(purpose, about, data)):
         raise AuthenticationError(
-            f"an object said to come from rank {sender} was not sent by a worker of this job (its MAC is wrong); it "
-            "was not unpickled"
+            f"{what} was not sent by a worker of this job (its MAC is wrong); nothing was unpickled"
         )
     return data
+
+
+def _signed(kind: str, data: bytes, group: Group) -> bytes:
+    return sign("objects", f"{group.round} {group.name} {group.objects} {group.rank} {kind}", data)
+
+
+def _verified(kind: str, message: torch.Tensor, group: Group, sender: int) -> bytes:
+    """Return the data of a signed message. Receivers allocate memory only for lengths from a worker of this job."""
+    about = f"{group.round} {group.name} {group.objects} {sender} {kind}"
+    what = f"{kind} said to come from rank {sender}"
+    return verify("objects", about, message.numpy().tobytes(), what)
 
 
 def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _signed_size(size: int, group: Group, sender: int) -> bytes:
-    """Return a length with its MAC: receivers allocate memory only for lengths from a worker of this job."""
-    encoded = size.to_bytes(_SIZE_BYTES, "big")
-    return encoded + _mac(b"size " + encoded, group, sender)
-
-
-def _verified_size(signed: bytes, group: Group, sender: int) -> int:
-    encoded = signed[:_SIZE_BYTES]
-    if not hmac.compare_digest(signed[_SIZE_BYTES:], _mac(b"size " + encoded, group, sender)):
-        raise AuthenticationError(
-            f"the length of an object said to come from rank {sender} was not sent by a worker of this job (its MAC is "
-            "wrong); no memory was allocated for it"
-        )
-    return int.from_bytes(encoded, "big")
-
-
-def _send(group: Group, data: bytes) -> None:
-    for message in (_signed_size(len(data), group, group.rank), _signed(data, group, group.rank)):
-        group.wait(group.broadcast(_tensor(message), group.rank))
-
-
-def _receive(group: Group, root: int) -> bytes:
-    size = _verified_size(_received(group, root, _SIZE_BYTES + _MAC_BYTES), group, root)
-    return _verified(_received(group, root, _MAC_BYTES + size), group, root)
-
-
-def _received(group: Group, root: int, nbytes: int) -> bytes:
-    message = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+def _received(kind: str, size: int, group: Group, root: int) -> bytes:
+    message = torch.empty(_MAC_BYTES + size, dtype=torch.uint8, device="cpu")
     group.wait(group.broadcast(message, root))
-    return message.numpy().tobytes()
+    return _verified(kind, message, group, root)
 
 
 # --- many tensors at once -------------------------------------------------------------------------
@@ -143,10 +128,7 @@ def broadcast_tensors(
 
     Small tensors are packed into chunks of at most `_CHUNK_BYTES`. Each large one is sent separately, without a copy if
     it is contiguous.
-
-    Raises:
-        HorovodInternalError: a peer is gone.
-        MismatchError: types or shapes differ between members.
+    Raises MismatchError if types or shapes differ between members.
     """
     group = process_set.group()
     root = process_set.set_rank_of(root_rank)

@@ -51,7 +51,6 @@ class OneThread:
 
 
 one_thread = OneThread()
-"""That of this process."""
 
 
 def in_one_thread(function: Callable[P, R]) -> Callable[P, R]:

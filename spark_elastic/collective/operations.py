@@ -35,9 +35,9 @@ from spark_elastic.collective.calls import (
 )
 from spark_elastic.collective.group import Group, as_bytes
 from spark_elastic.collective.negotiation import Launched, Launching, until_done
+from spark_elastic.collective.operators import Average, ReduceOp, Sum, scale_
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, ReduceOp, Sum, scale_
 from spark_elastic.errors import OutsideLoopError, UsageError
 
 __all__ = [
@@ -60,14 +60,7 @@ __all__ = [
 
 
 def is_provisional() -> bool:
-    """Return True while this process is in no world, so that its collectives are local.
-
-    That is so for a newcomer and for a process that runs its function again, until the elastic loop is entered; and for
-    all processes during their reset callbacks.
-
-    Raises:
-        NotInitializedError: `init` has not been called.
-    """
+    """Return True while this process is in no world, see `Process.provisional`; raise an error before `init`."""
     process.require()
     return process.provisional
 
@@ -87,7 +80,7 @@ def allgather_async(
     The size of the first dimension may differ between members, the others may not. A scalar counts as one row.
     """
     group = process_set.group()
-    plain = _with_rows(tensor)
+    plain = torch.atleast_1d(tensor.detach()).contiguous()
     if group is None:
         return Handle(None, [], plain.clone)
     description = describe_tensor(plain, rows=False)
@@ -99,7 +92,7 @@ def grouped_allgather_async(
 ) -> Handle:
     """Gather several tensors, each as `allgather_async` does; the handle's result is a list."""
     group = process_set.group()
-    plain = [_with_rows(tensor) for tensor in tensors]
+    plain = [torch.atleast_1d(tensor.detach()).contiguous() for tensor in tensors]
     if group is None:
         return Handle(None, [], lambda: [tensor.clone() for tensor in plain])
 
@@ -113,16 +106,8 @@ def grouped_allgather_async(
     return queue_call(group, "grouped_allgather", name, description, launch)
 
 
-def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach()
-    return (plain.reshape(1) if plain.dim() == 0 else plain).contiguous()
-
-
 def broadcast_async_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Overwrite `tensor` with the tensor of `root_rank`; type and shape must be the same on all members."""
     if is_provisional():
@@ -151,10 +136,7 @@ def broadcast_async_(
 
 
 def broadcast_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Overwrite `tensor` with the tensor of `root_rank` and return it."""
     broadcast_async_(tensor, root_rank, name, process_set).wait()
@@ -162,10 +144,7 @@ def broadcast_(
 
 
 def broadcast_async(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Broadcast the tensor of `root_rank` into a new tensor, the handle's result; see `broadcast_async_`."""
     return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
@@ -283,8 +262,11 @@ def _reducescatter(
     group = process_set.group()
     plain = [tensor.detach().contiguous() for tensor in tensors]
     try:
-        for tensor in plain:
-            _check_scatter(tensor, op)
+        _ = op.gloo  # refuses Adasum
+        if op not in (Average, Sum):
+            raise UsageError(f"reducescatter supports op=hvd.Average and op=hvd.Sum, not {op}")
+        if any(tensor.dim() == 0 for tensor in plain):
+            raise UsageError("reducescatter needs a tensor with rows, not a scalar")
     except UsageError as error:
         raise refuse_call(group, "reducescatter", name, error) from None
     if group is None:
@@ -297,14 +279,6 @@ def _reducescatter(
 
     description = describe_reduction(plain, op, prescale, postscale)
     return queue_call(group, "reducescatter", name, description, launch)
-
-
-def _check_scatter(tensor: torch.Tensor, op: ReduceOp) -> None:
-    _ = op.gloo
-    if op not in (Average, Sum):
-        raise UsageError(f"reducescatter supports op=hvd.Average and op=hvd.Sum, not {op}")
-    if tensor.dim() == 0:
-        raise UsageError("reducescatter needs a tensor with rows, not a scalar")
 
 
 def _start_reducescatter(group: Group, plain: torch.Tensor, before: float, after: float) -> Launched:
@@ -347,7 +321,7 @@ def join(device: int = -1) -> int:
     if group is None:
         return 0
     group.negotiation.settle()
-    last = group.log.join(group)
+    last = group.log.join()
     group.negotiation.reset_numbers()
     return last
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from spark_elastic.collective.group import Group
 from spark_elastic.collective.one_thread import in_one_thread
@@ -15,12 +15,21 @@ from spark_elastic.collective.world import connect, members_of
 from spark_elastic.errors import HorovodInternalError, NotInitializedError
 from spark_elastic.membership.topology import StateVersion
 from spark_elastic.wire import worker_link
-from spark_elastic.wire.worker_link import Assignment, ProvisionalPosition, WorkerLink
-
-if TYPE_CHECKING:
-    from spark_elastic.collective.process_sets import ProcessSet
+from spark_elastic.wire.messages import Provisional
+from spark_elastic.wire.worker_link import Assignment, WorkerLink
 
 log = logging.getLogger("spark_elastic.collective")
+
+
+class ChosenRanks(Protocol):
+    """A set of chosen ranks, such as a `process_sets.ProcessSet`."""
+
+    process_set_id: int | None
+    ends_with_world: bool
+    """It was added inside of the elastic loop, and is removed with the present world."""
+
+    @property
+    def ranks(self) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +76,14 @@ class Process:
         self._groups: dict[str, Group | None] = {}
         for chosen in getattr(self, "sets", {}).values():
             chosen.process_set_id = None
-        self.sets: dict[int, ProcessSet] = {}
+        self.sets: dict[int, ChosenRanks] = {}
         """The sets of chosen ranks, by id, in the order in which they were added."""
         self._next_set = 1
         self._cut: tuple[int, str] = (0, "")
 
     # --- joining and leaving worlds -----------------------------------------------------------
 
-    def init(self, sets: Sequence[ProcessSet] = ()) -> None:
+    def init(self, sets: Iterable[ChosenRanks] = ()) -> None:
         """Register the process sets, and take a position in the world unless this process has one; see `init` below."""
         if self.position is not None and not self.provisional:
             return
@@ -89,28 +98,22 @@ class Process:
             return
         self.link.on_cut(self._on_cut)
         answer = self.link.join_at_init()
-        if self.called_again and not isinstance(answer, ProvisionalPosition):
+        if isinstance(answer, Provisional):
+            self._set_position(Position(rank=answer.rank, size=answer.size))
+        elif self.called_again:
             self._take_position(answer)  # that world is over; the loop joins the next
             self.awaits_loop = True
-            return
-        if isinstance(answer, ProvisionalPosition):
-            self._set_position(Position(rank=answer.rank, size=answer.size))
-            return
-        try:
-            self.adopt(answer)
-        except HorovodInternalError as error:  # a member was lost at once, before anything was computed
-            log.info("round %d broke before it was connected: %s", answer.world.round, error)
-            self.join_next(None, 0)
+        else:
+            try:
+                self.adopt(answer)
+            except HorovodInternalError as error:  # a member was lost at once, before anything was computed
+                log.info("round %d broke before it was connected: %s", answer.world.round, error)
+                self.join_next(None, 0)
 
     def join_next(self, version: StateVersion | None, loop: int) -> bool:
-        """Leave the present world, and wait until a later one is connected.
+        """Leave the present world, with a state of this version, and wait until a later one is connected.
 
-        Args:
-            version: of the state of this process.
-            loop: the number of the elastic loop that this process has entered; 0: none.
-
-        Returns:
-            True; False if the job is in a later loop, so that this process is in no world.
+        Return False, in no world, if the job is in a later loop than `loop`, the one that was entered last (0: none).
         """
         assert self.link is not None
         while True:
@@ -118,7 +121,7 @@ class Process:
             self.updates_handled = max(self.updates_handled, self.link.updates_seen())
             # closing the groups takes as long as the driver needs for the next world
             answer = self.link.join(round, version, loop, meanwhile=self.leave)
-            if isinstance(answer, ProvisionalPosition):
+            if isinstance(answer, Provisional):
                 self.leave_until_loop()
                 return False
             try:
@@ -128,12 +131,7 @@ class Process:
                 log.info("round %d broke before it was connected: %s", answer.world.round, error)
 
     def adopt(self, assignment: Assignment) -> None:
-        """Leave the present world and join the one of this assignment.
-
-        Raises:
-            HorovodInternalError: the new world broke before it was connected.
-        """
-        assert self.link is not None
+        """Leave the present world and join this one. Raise HorovodInternalError if it broke before it was connected."""
         self.leave()
         for chosen in list(self.sets.values()):
             if chosen.ends_with_world:
@@ -190,32 +188,22 @@ class Process:
 
     # --- sets of chosen ranks -----------------------------------------------------------------
 
-    def register(self, chosen: ProcessSet) -> None:
+    def register(self, chosen: ChosenRanks) -> None:
         """Give the set an id, which makes it usable."""
         chosen.process_set_id = self._next_set
         self.sets[self._next_set] = chosen
         self._next_set += 1
 
-    def unregister(self, chosen: ProcessSet) -> None:
+    def unregister(self, chosen: ChosenRanks) -> None:
         """Take the set's id away, and close its group unless another set has the same members."""
         number, chosen.process_set_id = chosen.process_set_id, None
         if number is not None:
             del self.sets[number]
-        in_use = {_name_of(ranks, self.require().size) for ranks in self._ranks_of_sets()}
+        in_use = {name_of_group(known.ranks, self.require().size) for known in self.sets.values()}
         for name in [name for name in self._groups if name.startswith(_SET) and name not in in_use]:
             group = self._groups.pop(name)
             if group is not None:
                 group.close()
-
-    def _ranks_of_sets(self) -> list[list[int]]:
-        return [chosen.ranks for chosen in self.sets.values()]
-
-    def ranks_of(self, name: str) -> list[int]:
-        """Return the ranks of a group that exists in every world: "global", "local" or "cross"."""
-        position = self.require()
-        if self.assignment is None:
-            return [position.rank] if name != "global" else list(range(position.size))
-        return [member.rank for member in members_of(name, self.assignment)]
 
     # --- updates of the world -----------------------------------------------------------------
 
@@ -254,17 +242,6 @@ class Process:
         finally:
             self.is_local = False
 
-    def _warn_local(self) -> None:
-        """Log that a collective is local: each time in a reset callback, otherwise once, as a warning."""
-        if self.is_local:
-            log.info("a collective in a reset callback reaches no other worker, and gives this worker's own values")
-        elif not self._warned:
-            self._warned = True
-            log.warning(
-                "this worker joins the others in the elastic loop; until then its collectives reach no other "
-                "worker, and give its own values. Keep what was computed with them in the state, which the loop brings"
-            )
-
     def group(self, name: str = "global", ranks: Sequence[int] | None = None) -> Group | None:
         """Return the group of this round with that name; all its members connect it together at its first use.
 
@@ -275,7 +252,15 @@ class Process:
             HorovodInternalError: the round is over.
         """
         if self.provisional:
-            self._warn_local()
+            if self.is_local:
+                log.info("a collective in a reset callback reaches no other worker, and gives this worker's own values")
+            elif not self._warned:
+                self._warned = True
+                log.warning(
+                    "this worker joins the others in the elastic loop; until then its collectives reach no other "
+                    "worker, and give its own values. Keep what was computed with them in the state, which the loop "
+                    "brings"
+                )
             return None
         if name in self._groups:
             group = self._groups[name]
@@ -305,7 +290,7 @@ class Process:
         times = times + 1 if last_round == world.round else 1
         self._connections[name] = world.round, times
         key = f"{name}/{members[0].rank}" if name in ("local", "cross") else name
-        note = "; ".join(map(str, self._ranks_of_sets())) if name == "global" else ""
+        note = "; ".join(str(chosen.ranks) for chosen in self.sets.values()) if name == "global" else ""
 
         def made(group: Group) -> None:
             self._groups[name] = group
@@ -331,7 +316,7 @@ class Process:
 _SET = "set "
 
 
-def _name_of(ranks: Sequence[int], size: int) -> str:
+def name_of_group(ranks: Sequence[int], size: int) -> str:
     """Return the name of the group of a set with these ranks, in a world of this size."""
     return _SET + ",".join(str(rank) for rank in ranks if rank < size)
 
@@ -340,7 +325,7 @@ process = Process()
 atexit.register(process.leave)
 
 
-def init(comm: Any = None, process_sets: str | Iterable[ProcessSet] | None = None, **kwargs: object) -> None:
+def init(comm: Any = None, process_sets: str | Iterable[ChosenRanks] | None = None, **kwargs: object) -> None:
     """Join the job that this process was started for, or a world of one outside of a job. Repeats do nothing.
 
     In a job that is already running, the position is provisional until the elastic loop is entered.
@@ -350,8 +335,7 @@ def init(comm: Any = None, process_sets: str | Iterable[ProcessSet] | None = Non
         process_sets: sets of chosen ranks to add, the same on all ranks.
         **kwargs: other arguments of Horovod; ignored.
     """
-    chosen = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
-    process.init(chosen)
+    process.init(() if process_sets is None or isinstance(process_sets, str) else process_sets)
 
 
 def shutdown() -> None:

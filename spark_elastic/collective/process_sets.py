@@ -15,7 +15,8 @@ from typing import Any
 
 from spark_elastic.collective.calls import agree
 from spark_elastic.collective.group import Group
-from spark_elastic.collective.process import process
+from spark_elastic.collective.process import name_of_group, process
+from spark_elastic.collective.world import members_of
 from spark_elastic.errors import MismatchError, UsageError
 
 Rule = Callable[[int], Iterable[int]]
@@ -77,7 +78,7 @@ class ProcessSet:
                 f"ranks began this world with different process sets: {shown}; add the same sets before the elastic "
                 "loop on all ranks, a newcomer's too"
             )
-        return process.group("set " + ",".join(map(str, members)), members)
+        return process.group(name_of_group(members, position.size), members)
 
     def size(self) -> int:
         """Return the number of processes in the set; 1 in a newcomer before the elastic loop."""
@@ -134,7 +135,10 @@ class StandingSet(ProcessSet):
     @property
     def ranks(self) -> list[int]:
         """The world's ranks that are in the set."""
-        return process.ranks_of(self.name)
+        position = process.require()
+        if process.assignment is None:
+            return [position.rank] if self.name != "global" else list(range(position.size))
+        return [member.rank for member in members_of(self.name, process.assignment)]
 
     def group(self) -> Group | None:
         return process.group(self.name)
@@ -194,7 +198,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Rule) -> ProcessSe
     if isinstance(chosen, StandingSet) or chosen.process_set_id is not None:
         raise UsageError(f"{chosen} is in use already")
     in_loop = process.in_loop and (process.is_local or not process.provisional)
-    same = next((known for known in process.sets.values() if known._rule is None and known.ranks == chosen.ranks), None)
+    fixed = [known for known in process.sets.values() if isinstance(known, ProcessSet) and known._rule is None]
+    same = next((known for known in fixed if known.ranks == chosen.ranks), None)
     # inside of the loop, ranks are computed from the size, and may equal those of another set by chance
     if same is not None and chosen._rule is None and not in_loop:
         raise UsageError(f"there is a set of these ranks already: {same}; use that one, or remove it first")

@@ -1,8 +1,8 @@
-"""The ways in which a group reduces tensors, chosen in one table (`choose`); and their thresholds.
+"""The ways in which a group reduces tensors, and their thresholds; `Group.allreduce` chooses by this table.
 
     tensor      way                         if
     on the CPU  `shared_memory`             all members are on one host and can open one another's memory, and the
-                                            type and operator are in `combining`
+                                            type and operator are in its `reducer`
     on the CPU  Gloo's ring (`gloo`)        always
     on a GPU    NCCL (`gpu`)                each member has a GPU of its own, and a torch and NCCL that can be aborted
     on a GPU    a copy in the host's        always
@@ -17,8 +17,7 @@ bytes to 105 MB, and Gloo's ring between hosts, where sums host by host were slo
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -66,18 +65,20 @@ def reduction_setting() -> str:
     return value
 
 
-# --- the table ----------------------------------------------------------------------------------------
+# --- the group and its ways ---------------------------------------------------------------------------
 
 Fill = Callable[[torch.Tensor, int], None]
 """`fill(out, start)` writes the elements of a flat tensor from index `start` on into `out`."""
 
 
 class GroupContext(Protocol):
-    """What the parts of a group use of it."""
+    """The group, as its parts use it."""
 
     round: int
+    name: str
     rank: int
     size: int
+    world_ranks: Sequence[int]
     why: str | None
     """The reason why the group is over; None while it is in use."""
 
@@ -93,51 +94,14 @@ class GroupContext(Protocol):
         `serve`: complete comparisons that were begun for other groups meanwhile. Not within such a comparison.
         """
 
+    def allreduce(self, tensor: torch.Tensor, op: Any) -> Any: ...
 
-class Way(Protocol):
-    """A way to reduce tensors. One thread uses it; any thread may call `cut`."""
-
-    def reduces(self, tensor: torch.Tensor, op: Any) -> bool:
-        """Return True if it reduces this tensor; the answer is the same on every member."""
-
-    def allreduce(self, tensor: torch.Tensor, op: Any, fill: Fill | None = None) -> Any:
-        """Launch an all-reduce; see `Group.allreduce`."""
-
-    def wait(self, work: Any) -> None:
-        """Block until a work is done. Raise HorovodInternalError if a peer is gone or the round is over."""
-
-    def cut(self) -> None:
-        """Have blocked waits raise, since the round is over."""
-
-    def close(self) -> None: ...
-
-    def close_in_child(self) -> None:
-        """Close a forked child's copies of the descriptors; the parent stays in the round."""
-
-
-class HostWay(Way, Protocol):
-    """A way for tensors on the CPU, which broadcasts, too."""
+    def allgather(self, out: torch.Tensor, tensor: torch.Tensor) -> Any: ...
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any: ...
 
-
-@dataclass(slots=True)
-class Ways:
-    """The ways of one group; None: the members cannot use it."""
-
-    gloo: HostWay
-    shared_memory: HostWay | None = None
-    nccl: Way | None = None
-
-    def open(self) -> list[Way]:
-        return [way for way in (self.gloo, self.shared_memory, self.nccl) if way is not None]
+    def wait(self, work: Any) -> None: ...
 
 
 def is_on_gpu(*tensors: torch.Tensor) -> bool:
     return any(tensor.device.type != "cpu" for tensor in tensors)
-
-
-def choose(ways: Ways, tensor: torch.Tensor, op: Any) -> Way | None:
-    """Return the way that reduces this tensor; None: it is on a GPU, and a copy of it on the host is reduced."""
-    candidates = (ways.nccl,) if is_on_gpu(tensor) else (ways.shared_memory, ways.gloo)
-    return next((way for way in candidates if way is not None and way.reduces(tensor, op)), None)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from spark_elastic.collective.objects import allgather_object, broadcast_object
 from spark_elastic.collective.operations import barrier, join
+from spark_elastic.collective.operators import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from spark_elastic.collective.process import (
     cross_rank,
     cross_size,
@@ -29,7 +30,6 @@ from spark_elastic.collective.process_sets import (
     local_process_set,
     remove_process_set,
 )
-from spark_elastic.collective.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, NotInitializedError, OutsideLoopError
 
 # --- functions by which programs ask Horovod for the features of its build ---------------------------------
@@ -45,11 +45,7 @@ def gloo_built(verbose: bool = False) -> bool:
     return True
 
 
-def gloo_enabled() -> bool:
-    """Return True: collectives run over torch's Gloo."""
-    return True
-
-
+gloo_enabled = gloo_built
 mpi_threads_supported = mpi_enabled = mpi_built = _no
 """Return False: there is no MPI here."""
 ddl_built = ccl_built = _no

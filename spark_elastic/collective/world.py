@@ -56,24 +56,24 @@ def connect(
     world, ranks = assignment.world, [member.rank for member in members]
     rank = [member.worker for member in members].index(assignment.worker)
     group = Group(link, world.round, name, rank, ranks)
-    kind = "gpu" if devices.may_use_gpu(devices.device_setting(), devices.device_info()) else "cpu"
+    kind = "gpu" if devices.device_setting() != "cpu" and devices.device_info().gpus else "cpu"
     store = AddressExchange(link, world.round, name, rank, group.size, kind, note)
     addresses = [assignment.addresses[member] for member in ranks]
     try:
         made(group)
         if not name.startswith("global"):
             _wait_for_all(link, group)
-        group.gloo.connect(store, addresses, link.stall_timeout_s, group.negotiation.serve_begun)
-        group.notes = store.notes
-        if len(set(store.kinds)) > 1:
+        group.gloo.connect(store, addresses, link.stall_timeout_s, group.negotiation.serve)
+        group.notes = [note for _, note, _ in store.table]
+        if len({kind for kind, _, _ in store.table}) > 1:
             log.warning("some workers of this world may use GPUs and others have none: all reductions go through Gloo")
             return group
         if kind == "gpu":
-            group.ways.nccl = NcclReductions(group, lambda: LinkStore(link, world.round, f"nccl/{name}/"))
+            group.nccl = NcclReductions(group, lambda: LinkStore(link, world.round, f"nccl/{name}/"))
         if len({member.place.host for member in members}) == 1:
             found = find_peers(group, link.derive_key("shared memory"))
             if found is not None:
-                group.ways.shared_memory = SharedMemoryReducer(*found, group)
+                group.shared_memory = SharedMemoryReducer(*found, group)
     except BaseException:
         group.close()
         raise
@@ -95,25 +95,21 @@ def _wait_for_all(link: WorkerLink, group: Group) -> None:
     """Wait until all members have reached their first use of a set; some may do other work for a long time first.
 
     Meanwhile the queues of other groups are compared: a member may come here only once those are done.
-
-    Raises:
-        HorovodInternalError: the round is over; with a remedy, if that may be because ranks wait at different sets.
     """
-    all_are_here: Future[None] = Future()
+    all_are_here: Future[Sequence[str]] = Future()
     start = clock.monotonic()
 
     def wait() -> None:
         try:
-            link.gather(group.round, f"{group.name}/here", group.rank, group.size, "", FOREVER_S)
+            here = link.gather(group.round, f"{group.name}/here", group.rank, group.size, "", FOREVER_S)
+            all_are_here.set_result(here)
         except BaseException as error:
             all_are_here.set_exception(error)
-        else:
-            all_are_here.set_result(None)
 
     link.blocked(True)
     try:
         threading.Thread(target=wait, name="spark-elastic-first-use", daemon=True).start()
-        group.negotiation.serve_until(all_are_here.done)
+        group.negotiation.serve(all_are_here.done, start=True)
         all_are_here.result()
     except HorovodInternalError as error:
         waited_s = clock.monotonic() - start

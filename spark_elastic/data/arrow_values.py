@@ -42,10 +42,7 @@ class RowsRefused(Exception):
     def at(
         cls, rows: npt.NDArray[Any], first_row: int, column: str, found: str, expected: str, **more: Any
     ) -> RowsRefused:
-        """Return the exception for one `Fault`; `more` are its other attributes.
-
-        `rows` are indices into a batch whose first row is row `first_row` of the partition; an index may be repeated.
-        """
+        """Return the exception for one `Fault`. `rows` are indices into a batch, which may be repeated."""
         distinct = np.unique(rows)
         return cls(Fault(column, len(distinct), first_row + int(distinct[0]), found, expected, **more))
 
@@ -111,8 +108,10 @@ def values_of(column: Column, array: Any, first_row: int) -> Values | SparseValu
         return _vectors(column, array, first_row)
     if column.source == "list":
         return _lists(column, array, column.depth, first_row)
-    ends, data = _bytes(array)
-    return _ragged(data[ends[0] : ends[-1]], np.diff(ends))
+    _, offsets, data = array.buffers()  # of binary or text
+    ends = np.frombuffer(offsets, np.int64 if str(array.type).startswith("large_") else np.int32)
+    ends = ends[array.offset : array.offset + len(array) + 1]
+    return _ragged(np.frombuffer(data or b"", np.uint8)[ends[0] : ends[-1]], np.diff(ends))
 
 
 def nulls(array: Any) -> npt.NDArray[np.bool_]:
@@ -182,21 +181,8 @@ def _owners(lengths: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     return np.repeat(np.arange(len(lengths)), lengths)
 
 
-def _bytes(array: Any) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
-    """Return the offsets of a binary or string array, shape (rows + 1,), and its data."""
-    from pyarrow import types
-
-    wide = types.is_large_binary(array.type) or types.is_large_string(array.type)
-    _, offsets, data = array.buffers()
-    ends = np.frombuffer(offsets, np.int64 if wide else np.int32)[array.offset : array.offset + len(array) + 1]
-    return ends, np.frombuffer(data if data is not None else b"", np.uint8)
-
-
 def _vectors(column: Column, array: Any, first_row: int) -> Values | SparseValues:
-    """Return the values of a vector column: structs (type, size, indices, values).
-
-    Dense vectors are of type 1, and have neither size nor indices.
-    """
+    """Return the values of structs (type, size, indices, values); dense ones, of type 1, have no size and indices."""
     import pyarrow.compute as pc
 
     kinds, sizes, indices, values = array.flatten()

@@ -7,13 +7,13 @@
                                      /used                modified when the dataset was last requested
                                      /leases/<id>.json    a process needs the dataset until the time in it
                                      /checked/<host>.json files whose checksums were right on that host
-                                     /damaged             the name of a damaged file; the dataset is written again
                                      /<run>/*.rows, *.side
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -23,26 +23,25 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spark_elastic.clock import wall
 from spark_elastic.data.manifest import MANIFEST_NAME, Manifest
-from spark_elastic.data.store import FileEntry, Store
+from spark_elastic.data.store import Store
 from spark_elastic.redaction import redacted
 
 DATASETS = "spark_elastic-sets"
 LEASE_S = 600.0  # how long a lease outlives a process that was killed. A lease is renewed after a quarter of it
 ORPHAN_AGE_S = 86_400.0
 _OURS = re.compile(
-    r"(manifest\.json|keep|used|damaged|leases/.*|checked/.*|[^/]+/[^/]+\.(rows|side))$|\..*\.partial$|.*\.partial$"
+    r"(manifest\.json|keep|used|leases/.*|checked/.*|[^/]+/[^/]+\.(rows|side))$|\..*\.partial$|.*\.partial$"
 )
 
 _log = logging.getLogger(__name__)
 
+#: Address → the folder of a dataset that is deleted when this process ends, and the pid: a fork deletes nothing.
 _temporary: dict[str, tuple[Store, int]] = {}
-"""Address → the folder of a dataset that is deleted when this process ends, and the pid: a fork deletes nothing."""
 
 
 def folder_of(store: Store, name: str) -> Store:
@@ -84,11 +83,10 @@ def is_leased(folder: Store) -> bool:
     for entry in leases:
         until = entry.modified_s + LEASE_S
         try:
-            until = max(until, float(json.loads(folder.read_bytes(entry.path))["until"]))
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                until = max(until, float(json.loads(folder.read_bytes(entry.path))["until"]))
         except FileNotFoundError:
             continue
-        except (ValueError, KeyError, TypeError):
-            pass
         if until > now:
             return True
     return False
@@ -105,10 +103,7 @@ def mark_used(folder: Store, keep: bool) -> None:
 
 
 def may_be_lost(folder: Store) -> bool:
-    """Return whether the files may have other contents than were written, although their sizes are right.
-
-    Temporary datasets are not synced to the disk, and the machine may have crashed since another process wrote it.
-    """
+    """Return whether a crash may have changed files that another process wrote and did not sync to the disk."""
     return folder.is_local and folder.address not in _temporary and not folder.exists("keep")
 
 
@@ -136,56 +131,47 @@ def delete_dataset(folder: Store) -> None:
     folder.delete()
 
 
-@dataclass(frozen=True, slots=True)
 class _Listed:
-    folder: Store
-    files: list[FileEntry]  # paths relative to the folder
+    """A dataset and its files, whose paths are relative to the folder."""
 
-    @property
-    def used_s(self) -> float:
-        """When it was last used or written to."""
-        return max((entry.modified_s for entry in self.files), default=0.0)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.files)
-
-    @property
-    def only_ours(self) -> bool:
-        return all(_OURS.match(entry.path) for entry in self.files)
+    def __init__(self, folder: Store) -> None:
+        self.folder = folder
+        self.name = folder.root.rpartition("/")[2]
+        self.files = [entry for entry in folder.list(recursive=True) if not entry.is_dir]
+        self.nbytes = sum(entry.nbytes for entry in self.files)
+        self.used_s = max((entry.modified_s for entry in self.files), default=0.0)  # last used or written to
+        self.only_ours = all(_OURS.match(entry.path) for entry in self.files)
 
 
 def _datasets(store: Store) -> list[_Listed]:
-    folders = [store.sub(entry.path) for entry in store.list(DATASETS) if entry.is_dir]
-    return [_Listed(each, [file for file in each.list(recursive=True) if not file.is_dir]) for each in folders]
+    return [_Listed(store.sub(entry.path)) for entry in store.list(DATASETS) if entry.is_dir]
 
 
-def collect_orphans(store: Store, age_s: float = ORPHAN_AGE_S) -> list[str]:
+def collect_orphans(store: Store) -> list[str]:
     """Delete what interrupted writes, repeated tasks and killed processes left behind.
 
-    Datasets that are leased or kept stay, and so do files younger than `age_s` and files with other names than ours.
+    Datasets that are leased or kept stay, and so do files of the last day and files with other names than ours.
     Return the deleted paths, relative to the store.
     """
     deleted: list[str] = []
     datasets = _datasets(store)
     now = store.now() if datasets else 0.0
     for found in datasets:
-        name = found.folder.root.rpartition("/")[2]
         if is_leased(found.folder):
             continue
         paths = {entry.path for entry in found.files}
         unused = MANIFEST_NAME not in paths or "keep" not in paths
-        if unused and found.used_s < now - age_s and found.only_ours:
+        if unused and found.used_s < now - ORPHAN_AGE_S and found.only_ours:
             delete_dataset(found.folder)
-            deleted.append(f"{DATASETS}/{name}")
+            deleted.append(f"{DATASETS}/{found.name}")
         elif MANIFEST_NAME in paths:
-            old = [entry.path for entry in found.files if entry.modified_s < now - age_s]
+            old = {entry.path for entry in found.files if entry.modified_s < now - ORPHAN_AGE_S}
             orphans = {path for path in old if path.endswith((".rows", ".side"))}
             if orphans:
                 orphans -= Manifest.loads(found.folder.read_bytes(MANIFEST_NAME)).files.keys()
             for path in sorted(orphans):
                 found.folder.delete(path)
-                deleted.append(f"{DATASETS}/{name}/{path}")
+                deleted.append(f"{DATASETS}/{found.name}/{path}")
     return deleted
 
 
@@ -221,5 +207,5 @@ def clear_cache(
             continue
         delete_dataset(found.folder)
         total -= found.nbytes
-        deleted.append(found.folder.root.rpartition("/")[2])
+        deleted.append(found.name)
     return deleted

@@ -19,21 +19,9 @@ INTEGERS = frozenset({"byte", "short", "integer", "long"})
 REALS = frozenset({"float", "double", "decimal", "boolean"})
 TIMES = frozenset({"date", "timestamp", "timestamp_ntz"})
 TEXTS = frozenset({"string", "char", "varchar"})
-_ELEMENTS = {
-    "byte": "<i1",
-    "short": "<i2",
-    "integer": "<i4",
-    "long": "<i8",
-    "float": "<f4",
-    "double": "<f8",
-    "boolean": "|b1",
-    "decimal": "<f8",
-    "date": "<i8",
-    "timestamp": "<i8",
-    "timestamp_ntz": "<i8",
-    "daytimeinterval": "<i8",
-}
-"""Spark's name of a type → the dtype that stores a value. Dates are days, the others microseconds since 1970 (UTC)."""
+#: Spark's name of a type → the dtype that stores a value. Dates are days, other times microseconds since 1970 (UTC).
+_ELEMENTS = {"byte": "<i1", "short": "<i2", "integer": "<i4", "long": "<i8", "float": "<f4", "double": "<f8"}
+_ELEMENTS |= {"boolean": "|b1", "decimal": "<f8", **dict.fromkeys((*TIMES, "daytimeinterval"), "<i8")}
 _INSTEAD = {
     "map": "take the values you need: df.withColumn(name, F.col(column)['key'])",
     "struct": "select its fields as columns: df.select('column.*')",
@@ -89,10 +77,7 @@ def check_validation(schema: Any, name: str, *, case_sensitive: bool = True) -> 
 
 
 def check_travels(types: Mapping[str, Any]) -> None:
-    """Raise DataError if Spark cannot send a column to Python, however little is done with it there.
-
-    `types` are Spark's types of the columns, by name.
-    """
+    """Raise DataError if Spark cannot send a column to Python. `types` are Spark's types of the columns, by name."""
     for name, kind in types.items():
         if reason := _stays_in_java(kind):
             raise DataError(
@@ -210,24 +195,26 @@ class Request:
         }
 
     def resolve(self, schema: Any, case_sensitive: bool = False) -> tuple[Tensor, ...]:
-        """Return the tensors with the types of their columns, see `find_column`.
-
-        Raise DataError if a column is missing, there more than once, or of a type that cannot be stored.
-        """
+        """Return the tensors. Raise DataError if a column is missing, ambiguous, or of a type that cannot be stored."""
         types = {name: find_column(schema, name, case_sensitive=case_sensitive).dataType for name in self.columns}
         if isinstance(self.validation, str):
             check_validation(schema, self.validation, case_sensitive=case_sensitive)
         return tuple(
-            self._tensor(name, [_column(column, types[column]) for column in _names(columns)], isinstance(columns, str))
+            self._tensor(name, [_column(column, types[column]) for column in _names(columns)])
             for name, columns in self.tensors.items()
         )
 
-    def _tensor(self, name: str, columns: Sequence[Column], alone: bool) -> Tensor:
+    def _tensor(self, name: str, columns: Sequence[Column]) -> Tensor:
         first = columns[0]
         asked = self.dtypes.get(name)
         natural = np.result_type(*(np.dtype(column.dtype) for column in columns))
-        dtype = _dtype(name, asked) if asked is not None else natural.newbyteorder("<").str
-        allow = self.allow_nan if isinstance(self.allow_nan, bool) else name in self.allow_nan
+        try:
+            dtype = natural if asked is None else np.dtype(asked)
+        except TypeError:
+            raise InvalidSettingsError(f"dtypes of {name!r}: {asked!r} is not a dtype of numpy") from None
+        if dtype.kind not in "biuf" or dtype.itemsize > 8:
+            raise InvalidSettingsError(f"dtypes of {name!r}: {asked!r} is not a number of at most 8 bytes")
+        dtype = dtype.newbyteorder("<")
         shape = tuple(self.shapes[name]) if name in self.shapes else None
         kind: Kind | None = Kind.DENSE
         if first.source == "string" or name in self.variable:
@@ -258,27 +245,19 @@ class Request:
                     f"tensor {name!r}: column {odd!r} is of variable length or sparse; give it a tensor of its own",
                     column=odd,
                 )
-        if kind is Kind.SPARSE and np.dtype(dtype).str not in ("<f4", "<f8"):
-            raise InvalidSettingsError(f"tensor {name!r} is sparse, which needs float32 or float64, not {dtype}")
+        if kind is Kind.SPARSE and dtype.str not in ("<f4", "<f8"):
+            raise InvalidSettingsError(f"tensor {name!r} is sparse, which needs float32 or float64, not {dtype.str}")
         if name in self.pad_to and (len(columns) > 1 or first.source not in ("list", "binary") or first.depth > 1):
             raise InvalidSettingsError(
                 f"pad_to is for tensors of one array or binary column, and {name!r} is not one of them"
             )
-        return Tensor(name, tuple(columns), dtype, kind, not alone, shape, self.pad_to.get(name), allow)
+        stacked = not isinstance(self.tensors[name], str)
+        allow = self.allow_nan if isinstance(self.allow_nan, bool) else name in self.allow_nan
+        return Tensor(name, tuple(columns), dtype.str, kind, stacked, shape, self.pad_to.get(name), allow)
 
 
 def _names(columns: str | Sequence[str]) -> list[str]:
     return [columns] if isinstance(columns, str) else list(columns)
-
-
-def _dtype(name: str, asked: str) -> str:
-    try:
-        dtype = np.dtype(asked)
-    except TypeError:
-        raise InvalidSettingsError(f"dtypes of {name!r}: {asked!r} is not a dtype of numpy") from None
-    if dtype.kind not in "biuf" or dtype.itemsize > 8:
-        raise InvalidSettingsError(f"dtypes of {name!r}: {asked!r} is not a number of at most 8 bytes")
-    return dtype.newbyteorder("<").str
 
 
 def _column(name: str, spark_type: Any) -> Column:
@@ -303,10 +282,7 @@ def _column(name: str, spark_type: Any) -> Column:
 
 
 def cast_of(spark_type: Any) -> str | None:
-    """Return the type that Spark has to cast a column to before it sends it to Python; None: no cast.
-
-    Decimals become doubles, because Arrow would send them as decimals.
-    """
+    """Return the type to which Spark casts a column for Python: double for decimals. None: no cast is needed."""
     if spark_type.typeName() == "decimal":
         return "double"
     if spark_type.typeName() == "array" and (inner := cast_of(spark_type.elementType)) is not None:

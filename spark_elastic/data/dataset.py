@@ -44,13 +44,12 @@ class Dataset:
             text = store.read_bytes(MANIFEST_NAME)
         except (FileNotFoundError, NotADirectoryError):
             raise DatasetError(
-                f"{store.url} holds no {MANIFEST_NAME}: it is not a materialised dataset, or writing it did not end",
-                url=store.url,
+                f"{store.url} holds no {MANIFEST_NAME}: it is not a materialised dataset, or writing it did not end"
             ) from None
         try:
             dataset = cls(store, Manifest.loads(text))
         except ValueError as error:
-            raise DatasetError(f"{store.url}/{MANIFEST_NAME}: {error}", url=store.url) from error
+            raise DatasetError(f"{store.url}/{MANIFEST_NAME}: {error}") from error
         dataset._check_files()
         return dataset
 
@@ -93,9 +92,7 @@ class Dataset:
                 size = f"{found[file]} bytes" if file in found else "not there"
                 raise DatasetError(
                     f"{self.store.url}: {file} is {size}, the manifest says {nbytes} bytes; the dataset is damaged, "
-                    "delete it and write it again",
-                    url=self.store.url,
-                    file=file,
+                    "delete it and write it again"
                 )
 
 
@@ -132,7 +129,7 @@ def pack(
     """
     store = Store.create(where, storage_options)
     if store.exists(MANIFEST_NAME):
-        raise DatasetError(f"{store.url} holds a dataset already; delete it, or choose another folder", url=store.url)
+        raise DatasetError(f"{store.url} holds a dataset already; delete it, or choose another folder")
     splits = {"train": tensors, **({"validation": validation} if validation is not None else {})}
     layout: Layout | None = None
     written: dict[str, tuple[Shard, ...]] = {}
@@ -141,7 +138,10 @@ def pack(
         found, block = _block(split, values, sparse)
         layout = layout or found
         if found != layout:
-            raise DataError(f"validation has other tensors than train: {_differences(layout, found)}")
+            pairs = [(a, b) for a, b in zip(layout.fields, found.fields, strict=False) if a != b]
+            others = [f"{a.name}: {a.dtype}{list(a.shape)}, not {b.name}: {b.dtype}{list(b.shape)}" for a, b in pairs]
+            count = f"{len(layout.fields)} and {len(found.fields)} tensors"
+            raise DataError(f"validation has other tensors than train: {'; '.join(others) or count}")
         made: list[Shard] = []
         for part in range(shards):
             start, stop = (len(block) * edge // shards for edge in (part, part + 1))
@@ -170,10 +170,17 @@ def _block(split: str, tensors: Mapping[str, TensorValues], sparse: Sequence[str
             raise DataError(f"tensor {name!r}: values of {array.dtype} cannot be stored")
         kind = Kind.SPARSE if name in sparse else Kind.DENSE
         fields.append(TensorField(name, (name,), array.dtype.newbyteorder("<").str, array.shape[1:], kind=kind))
-        if kind is Kind.SPARSE:
-            blobs[name] = _encode_sparse(array)
-        else:
+        if kind is Kind.DENSE:
             dense[name] = array
+            continue
+        if array.ndim != 2 or array.dtype.itemsize not in (4, 8):
+            raise DataError(
+                "a sparse tensor must have two axes and float32 or float64 values, not "
+                f"{array.ndim} axes of {array.dtype}"
+            )
+        owners, places = np.nonzero(array)
+        counts = np.bincount(owners, minlength=len(array))
+        blobs[name] = encode_sparse(counts, places.astype(np.int32), array[owners, places])
     layout = Layout.of(fields)
     records = np.zeros(next(iter(rows.values())), layout.dtype)
     for name, array in dense.items():
@@ -197,20 +204,5 @@ def _encode_list(name: str, values: Sequence[Any]) -> tuple[Kind, str, Blob]:
     return Kind.BYTES, "|u1", _blob(values)
 
 
-def _encode_sparse(array: npt.NDArray[Any]) -> Blob:
-    if array.ndim != 2 or array.dtype.itemsize not in (4, 8):
-        raise DataError(
-            f"a sparse tensor must have two axes and float32 or float64 values, not {array.ndim} axes of {array.dtype}"
-        )
-    rows, indices = np.nonzero(array)
-    return encode_sparse(np.bincount(rows, minlength=len(array)), indices.astype(np.int32), array[rows, indices])
-
-
 def _blob(values: Sequence[bytes]) -> Blob:
     return Blob(np.frombuffer(b"".join(values), np.uint8), np.array([len(value) for value in values], np.int64))
-
-
-def _differences(ours: Layout, theirs: Layout) -> str:
-    pairs = zip(ours.fields, theirs.fields, strict=False)
-    found = [f"{a.name}: {a.dtype}{list(a.shape)}, not {b.name}: {b.dtype}{list(b.shape)}" for a, b in pairs if a != b]
-    return "; ".join(found) or f"{len(ours.fields)} and {len(theirs.fields)} tensors"

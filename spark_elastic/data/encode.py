@@ -17,8 +17,7 @@ from spark_elastic.data.columns import Column, Tensor
 from spark_elastic.data.manifest import Kind, Layout, TensorField
 from spark_elastic.data.shards import Blob, Block, encode_sparse
 
-SPARSE_FROM = 4096
-"""Vectors up to this size are stored densely: to gather 16 KB costs less than to look them up in the sidecar."""
+SPARSE_FROM = 4096  # to gather smaller vectors, of up to 16 KB, costs less than to look them up in the sidecar
 _SPARSE_BELOW = 0.25
 
 
@@ -35,10 +34,7 @@ class Encoder:
         self._inner: dict[tuple[str, str], tuple[int, ...]] = {}
 
     def encode(self, batch: Any) -> Block:
-        """Encode a pyarrow `RecordBatch` of at least one row. The block is valid until the next call.
-
-        Raise RowsRefused if the batch has values that cannot be stored.
-        """
+        """Encode a `RecordBatch` of one row or more, or raise RowsRefused. The block is valid until the next call."""
         faults: list[Fault] = []
         found: dict[tuple[str, str], Values | SparseValues] = {}
         first_row, self.rows = self.rows, self.rows + batch.num_rows
@@ -108,22 +104,23 @@ class Encoder:
         return values
 
     def _decide(self, found: dict[tuple[str, str], Values | SparseValues], rows: int, first_row: int) -> None:
-        """Derive the layout from the first batch."""
         fields = []
         for tensor in self._tensors:
             names = tuple(column.name for column in tensor.columns)
             kind = tensor.kind
             shape: tuple[int, ...] = ()
             if kind in (None, Kind.DENSE, Kind.SPARSE):
-                widths = [self._width(tensor, column) for column in tensor.columns]
                 only = tensor.columns[0]
                 if len(names) == 1 and (only.source != "scalar" or not tensor.stacked):
                     place = (tensor.name, only.name)
                     shape = () if only.source == "scalar" else (self._lengths[place], *self._inner.get(place, ()))
                 else:
-                    shape = (sum(widths),)
+                    shape = (sum(self._width(tensor, column) for column in tensor.columns),)
                 if kind is None:
-                    kind = Kind.SPARSE if _is_sparse(found[tensor.name, only.name]) else Kind.DENSE
+                    first, kind = found[tensor.name, only.name], Kind.DENSE
+                    if isinstance(first, SparseValues) and first.size > SPARSE_FROM:
+                        is_sparse = len(first.flat) < _SPARSE_BELOW * len(first.counts) * first.size
+                        kind = Kind.SPARSE if is_sparse else Kind.DENSE
                 if tensor.shape is not None:
                     if math.prod(tensor.shape) != math.prod(shape):
                         size = f"{math.prod(shape)} values"
@@ -166,26 +163,7 @@ class Encoder:
                 target[...] = 0
                 target[np.arange(width) < lengths[:, None]] = _checked(tensor, column, values.flat, rows, first_row)
             else:
-                matrix = values.flat.reshape(len(out), width)
-                if _is_lossless(values.flat.dtype, target.dtype) or (
-                    tensor.allow_nan and not column.whole and target.dtype.kind == "f" == matrix.dtype.kind
-                ):
-                    target[...] = matrix
-                elif matrix.dtype.kind == target.dtype.kind == "f" and not column.whole:
-                    with np.errstate(over="ignore", invalid="ignore"):
-                        target[...] = matrix
-                    narrower = target.dtype.itemsize < matrix.dtype.itemsize
-                    if not np.isfinite(target if narrower else matrix).all():
-                        _checked(tensor, column, values.flat, None, first_row, width)
-                else:
-                    target[...] = _checked(tensor, column, values.flat, None, first_row, width).reshape(matrix.shape)
-
-
-def _is_sparse(values: Values | SparseValues) -> bool:
-    """Return whether a tensor is better stored as a sparse one, by its first values."""
-    if not isinstance(values, SparseValues) or values.size <= SPARSE_FROM:
-        return False
-    return len(values.flat) < _SPARSE_BELOW * len(values.counts) * values.size
+                target[...] = _checked(tensor, column, values.flat, None, first_row, width).reshape(len(out), width)
 
 
 def _is_lossless(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
@@ -219,16 +197,16 @@ def _checked(
     first_row: int,
     width: int = 1,
 ) -> npt.NDArray[Any]:
-    """Convert values to the tensor's dtype. Raise RowsRefused for a value that it cannot represent or is not finite.
-
-    `rows` is the row of each value; None: each row has `width` values.
-    """
+    """Convert values to the tensor's dtype, or raise RowsRefused. `rows`: of each value; None: `width` values a row."""
     dtype = np.dtype(tensor.dtype)
     if _is_lossless(flat.dtype, dtype):
         return flat.astype(dtype, copy=False)
     setting = "dtypes"
     with np.errstate(over="ignore", invalid="ignore"):
-        stored = flat.astype(dtype)
+        stored = flat.astype(dtype, copy=False)
+        is_float = dtype.kind == flat.dtype.kind == "f" and not column.whole
+        if is_float and ((tensor.allow_nan and rows is None) or np.isfinite(stored).all()):
+            return stored
         if flat.dtype.kind == "f" and not tensor.allow_nan and not np.isfinite(flat).all():
             wrong, found = ~np.isfinite(flat), "NaN or infinity"
             expected, remedy = "finite numbers", "Clean them, or allow them with allow_nan="
@@ -250,9 +228,9 @@ def _checked(
                 wrong, found = np.abs(flat) >= 2**53, "integers"
                 expected = "decimals below 2**53, as Spark sends them as doubles"
                 remedy = "Cast the column to bigint"
-    if not wrong.any():
-        return stored
     places = np.flatnonzero(wrong)
+    if not len(places):
+        return stored
     missing = setting == "allow_nan"
     found = found if missing else f"{found} such as {flat[places[0]]}"
     owners = rows[places] if rows is not None else places // width
@@ -266,7 +244,10 @@ def _blob(
 ) -> Blob:
     if field.kind is Kind.SPARSE:
         if isinstance(values, Values):
-            values = _compressed(values)
+            matrix = values.flat.reshape(-1, values.width)
+            owners, places = np.nonzero(matrix)
+            counts = np.bincount(owners, minlength=len(matrix)).astype(np.int64)
+            values = SparseValues(counts, places.astype(np.int32), matrix[owners, places], values.width)
         flat = _checked(tensor, column, values.flat, np.repeat(np.arange(rows), values.counts), first_row)
         return encode_sparse(values.counts, values.indices, flat)
     assert isinstance(values, Values)
@@ -275,14 +256,3 @@ def _blob(
         return Blob(values.flat, lengths)
     flat = _checked(tensor, column, values.flat, np.repeat(np.arange(rows), lengths), first_row)
     return Blob(np.ascontiguousarray(flat).view(np.uint8), lengths * flat.dtype.itemsize)
-
-
-def _compressed(values: Values) -> SparseValues:
-    matrix = values.flat.reshape(-1, values.width)
-    rows, places = np.nonzero(matrix)
-    return SparseValues(
-        np.bincount(rows, minlength=len(matrix)).astype(np.int64),
-        places.astype(np.int32),
-        matrix[rows, places],
-        values.width,
-    )

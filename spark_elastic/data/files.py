@@ -71,11 +71,15 @@ class SplitFiles:
             self._opened.append(records.close)
             self.rows = ShardRows(records, self.numbering, stride)
             nbytes = manifest.nbytes(split)
-            self._source = LocalSource(paths, self.numbering, stride, self.rows, nbytes)
-            if check_is_enabled():
+            # files of more than half of the memory do not stay in the page cache
+            drop_behind = nbytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+            self._source = LocalSource(paths, self.rows, nbytes <= _PRELOAD_BYTES, drop_behind)
+            if (setting := os.environ.get(SETTING, "on")) not in ("on", "off"):
+                raise InvalidSettingsError(f"{SETTING} must be 'on' or 'off', not {setting!r}")
+            if setting == "on":
                 files = [(shard.file, shard.crc32) for shard in shards]
                 files += [(s.sidecar, s.sidecar_crc32) for s in shards if sidecars and s.sidecar is not None]
-                self._check = LocalCheck(store, files, drop_behind=_exceeds_page_cache(nbytes))
+                self._check = LocalCheck(store, files, drop_behind)
                 self._opened.append(self._check.close)
             if sidecars:
                 sides = [store.local_path(shard.sidecar) if shard.sidecar else None for shard in shards]
@@ -91,10 +95,7 @@ class SplitFiles:
         return ReadAhead(self._source, self.numbering.rows, self._part_rows)
 
     def checked(self, timeout_s: float | None) -> bool:
-        """Wait for the comparison with the checksums, see `LocalCheck.result`.
-
-        The cache compares remote files when they arrive, so this returns True for them at once.
-        """
+        """Return `LocalCheck.result`; True for remote files, which the cache compares when they arrive."""
         return self._check is None or self._check.result(timeout_s)
 
     def close(self) -> None:
@@ -103,10 +104,7 @@ class SplitFiles:
 
 
 def least_cache_bytes(manifest: Manifest, split: str, rows_at_once: int | None) -> int:
-    """Return the most bytes of the shards of a split that are read at the same time.
-
-    A shuffle (`rows_at_once` is None) reads all of them; rows in the order of the files are in a few neighbours.
-    """
+    """Return the most bytes of shards read at a time: all in a shuffle (None), else those of a few neighbours."""
     shards = manifest.splits[split]
     sizes = [disk_bytes(shard.nbytes) + disk_bytes(shard.sidecar_nbytes) for shard in shards]
     if rows_at_once is None:
@@ -128,13 +126,11 @@ class LocalSource:
     memory. Splits too large to stay in memory also leave the page cache, to make room for the next windows.
     """
 
-    def __init__(self, paths: list[Path], numbering: Numbering, stride: int, rows: ShardRows, nbytes: int) -> None:
+    def __init__(self, paths: list[Path], rows: ShardRows, preload_always: bool, drop_behind: bool) -> None:
         self._paths = paths
-        self._numbering = numbering
-        self._stride = stride
         self._rows = rows
-        self.preload_always = nbytes <= _PRELOAD_BYTES
-        self._drop_behind = _exceeds_page_cache(nbytes)
+        self.preload_always = preload_always
+        self._drop_behind = drop_behind
         self._guard = threading.Lock()
         self._preloaded = False
 
@@ -154,47 +150,32 @@ class LocalSource:
     def preload(self, stopping: Future[None]) -> None:
         with self._guard:
             if not (self._preloaded or self._drop_behind):  # a split that exceeds the page cache cannot be preloaded
-                self._advise([(0, self._numbering.rows)], _WILLNEED)
+                self._advise([(0, self._rows.numbering.rows)], _WILLNEED)
             self._preloaded = True
 
     def _advise(self, ranges: Ranges, advice: int | None) -> None:
         if advice is None:  # a system without posix_fadvise
             return
-        parts = [part for start, stop in ranges for part in self._numbering.ranges(start, stop)]
+        parts = [part for start, stop in ranges for part in self._rows.numbering.ranges(start, stop)]
+        stride = self._rows.stride
         with contextlib.suppress(OSError):  # a file that cannot be read is reported when it is read
             for shard, parts_of_shard in groupby(sorted(parts), key=itemgetter(0)):
                 file = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     for _, first, last in parts_of_shard:
-                        os.posix_fadvise(file, first * self._stride, (last - first) * self._stride, advice)
+                        os.posix_fadvise(file, first * stride, (last - first) * stride, advice)
                 finally:
                     os.close(file)
 
 
-def _exceeds_page_cache(nbytes: int) -> bool:
-    """Return whether files of this size are too large to stay in the page cache: more than half of the memory."""
-    return nbytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
 # --- comparison with the checksums ------------------------------------------------------------------
 
-SETTING = "SPARK_ELASTIC_CHECK_ROWS"
-"""Environment variable: with "off", files of local datasets are not compared with their checksums."""
+SETTING = "SPARK_ELASTIC_CHECK_ROWS"  # environment variable: with "off", files of local datasets are not compared
 CHECKED = "checked"  # the subfolder of a dataset with the records of each host
-DAMAGED = "damaged"
-"""A file in a dataset's folder that marks the dataset as damaged: its files are compared when it is opened again."""
 _READ_BYTES = 1 << 20
 _LOCK_POLL_S = 0.2
 
 _log = logging.getLogger(__name__)
-
-
-def check_is_enabled() -> bool:
-    """Return whether files of local datasets are compared, by the environment variable."""
-    value = os.environ.get(SETTING, "on")
-    if value not in ("on", "off"):
-        raise InvalidSettingsError(f"{SETTING} must be 'on' or 'off', not {value!r}")
-    return value == "on"
 
 
 class LocalCheck:
@@ -216,10 +197,7 @@ class LocalCheck:
         self._thread.start()
 
     def result(self, timeout_s: float | None) -> bool:
-        """Wait for the end of the comparison for at most `timeout_s` seconds, and return whether it was reached.
-
-        Raise DatasetError if a file differs from what was written.
-        """
+        """Wait up to `timeout_s`, and return whether the end was reached. Raise DatasetError for a changed file."""
         with contextlib.suppress(TimeoutError):
             self._done.result(timeout_s)
             return True
@@ -244,8 +222,7 @@ class LocalCheck:
         try:
             with contextlib.suppress(FileExistsError):
                 folder.mkdir()  # without its parents: the dataset may be deleted at this moment
-            lock = os.open(folder / f"{host}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            open_files.callback(os.close, lock)
+            lock = open_files.enter_context((folder / f"{host}.lock").open("ab"))
             while not self._stop.is_set():
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -269,12 +246,10 @@ class LocalCheck:
                 version = [status.st_size, status.st_mtime_ns, status.st_ino, expected]
                 found = expected if known.get(file) == version else self._checksum(path)
             except OSError as error:
-                raise DatasetError(f"shard {path} cannot be read: {error}", file=str(path)) from error
+                raise DatasetError(f"shard {path} cannot be read: {error}") from error
             if self._stop.is_set():  # perhaps before the end of the file, or without the lock
                 return
             if found != expected:
-                with contextlib.suppress(OSError):  # a read-only dataset stays as it is
-                    self._store.local_path(DAMAGED).write_text(file)
                 raise checksum_error(self._store.url, file, found, expected)
             if known.get(file) != version and records is not None:
                 known[file] = version

@@ -27,8 +27,7 @@ from spark_elastic.errors import DatasetError
 
 # --- JSON documents that contain their checksum, so that a changed one is detected ------------------
 
-CHECKSUM = "checksum"
-"""The field with the CRC-32 of all others, as `json.dumps` writes them with sorted keys and no spaces."""
+CHECKSUM = "checksum"  # the field with the CRC-32 of all others, as `json.dumps` writes them with sorted keys
 
 
 def seal(document: Mapping[str, Any]) -> bytes:
@@ -38,10 +37,7 @@ def seal(document: Mapping[str, Any]) -> bytes:
 
 
 def unseal(text: bytes) -> dict[str, Any]:
-    """Decode a document of `seal`, and return it without its checksum.
-
-    Raise ValueError if it is not JSON, not an object, or not what was written.
-    """
+    """Decode a document of `seal`, without its checksum. Raise ValueError if it is not what was written."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -65,25 +61,18 @@ def _checksum(document: Mapping[str, Any]) -> int:
 # --- the layout of a record -------------------------------------------------------------------------
 
 LAYOUT_VERSION = 1
-_NUMBER = re.compile(r"[<>|=]?[a-z]+[0-9]{0,2}")
-"""numpy's names of plain types. From other texts np.dtype would make records, or allocate memory."""
-_REFERENCE = np.dtype([("start", "<i8"), ("length", "<i8")])
-"""The part of a record that refers to a value of variable length: its bytes in the shard's sidecar."""
+_NUMBER = re.compile(r"[<>|=]?[a-z]+[0-9]{0,2}")  # plain types: of other texts np.dtype would make records
+_REFERENCE = np.dtype([("start", "<i8"), ("length", "<i8")])  # to the bytes of a value in the shard's sidecar
 
 
 class Kind(str, Enum):
     """How a field's value is stored."""
 
-    DENSE = "dense"
-    """In the record: `shape` values of `dtype`."""
-    BYTES = "bytes"
-    """In the sidecar. Batches have a list of `bytes`."""
-    STRING = "string"
-    """In the sidecar, as UTF-8. Batches have a list of `str`."""
-    ARRAY = "array"
-    """In the sidecar, values of `dtype`. Batches have a list of one-dimensional arrays."""
-    SPARSE = "sparse"
-    """In the sidecar: int32 indices, then as many values of `dtype`. Batches have a dense array `[rows, *shape]`."""
+    DENSE = "dense"  # in the record: `shape` values of `dtype`
+    BYTES = "bytes"  # in the sidecar. Batches have a list of `bytes`.
+    STRING = "string"  # in the sidecar, as UTF-8. Batches have a list of `str`.
+    ARRAY = "array"  # in the sidecar, values of `dtype`. Batches have a list of one-dimensional arrays.
+    SPARSE = "sparse"  # in the sidecar: int32 indices, then as many values. Batches have an array `[rows, *shape]`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +121,8 @@ class Layout:
 
     def record_of(self, formats: list[np.dtype[Any]]) -> np.dtype[Any]:
         """Return the record as a numpy structured dtype, with another format of each field."""
-        return np.dtype(
-            {
-                "names": [field.name for field in self.fields],
-                "formats": formats,
-                "offsets": [field.offset for field in self.fields],
-                "itemsize": self.stride,
-            }
-        )
-
-    @property
-    def has_sidecar(self) -> bool:
-        return any(field.kind is not Kind.DENSE for field in self.fields)
+        names, offsets = [field.name for field in self.fields], [field.offset for field in self.fields]
+        return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": self.stride})
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -263,37 +242,30 @@ class Manifest:
         return sum(shard.nbytes + shard.sidecar_nbytes for shard in self.splits[split])
 
     @property
-    def shards(self) -> list[Shard]:
-        """The shards of all splits."""
-        return [shard for shards in self.splits.values() for shard in shards]
-
-    @property
     def files(self) -> dict[str, tuple[int, int]]:
         """The size and the checksum of each file of the dataset, except the manifest."""
         found = {}
-        for shard in self.shards:
+        for shard in (shard for shards in self.splits.values() for shard in shards):
             found[shard.file] = (shard.nbytes, shard.crc32)
             if shard.sidecar is not None:
                 found[shard.sidecar] = (shard.sidecar_nbytes, shard.sidecar_crc32)
         return found
 
     def dumps(self) -> bytes:
-        document = {
-            "format": FORMAT,
-            "version": FORMAT_VERSION,
-            "key": self.key,
-            "layout": self.layout.to_json(),
-            "splits": {name: [asdict(shard) for shard in shards] for name, shards in self.splits.items()},
-            "about": dict(self.about),
-        }
-        return seal(document)
+        return seal(
+            {
+                "format": FORMAT,
+                "version": FORMAT_VERSION,
+                "key": self.key,
+                "layout": self.layout.to_json(),
+                "splits": {name: [asdict(shard) for shard in shards] for name, shards in self.splits.items()},
+                "about": dict(self.about),
+            }
+        )
 
     @classmethod
     def loads(cls, text: bytes) -> Manifest:
-        """Decode a manifest.
-
-        Raise ValueError, with the wrong field's name, if it is no manifest, incomplete, changed, or of another version.
-        """
+        """Decode a manifest. Raise ValueError, with the wrong field, if it is changed or of another version."""
         document = unseal(text)
         if document.get("format") != FORMAT:
             raise ValueError(f"format is {document.get('format')!r:.40}: not a manifest of {FORMAT}")
@@ -316,19 +288,15 @@ def checksum_error(url: str, file: str, found: int, expected: int) -> DatasetErr
     """Return the error for a file whose checksum differs from the one in the manifest."""
     return DatasetError(
         f"{url}/{file} has the checksum {found:08x}, the manifest says {expected:08x}; the dataset is damaged, delete "
-        "it and write it again",
-        url=url,
-        file=file,
+        "it and write it again"
     )
 
 
 def _shard(entry: Any, stride: int, where: str) -> Shard:
     if not isinstance(entry, dict) or not _SHARD_NEEDS <= entry.keys() <= _SHARD_HAS:
         raise ValueError(f"{where} is {entry!r:.80}, not a shard with {', '.join(sorted(_SHARD_NEEDS))}")
-    for name in ("file", "sidecar"):
-        value = entry.get(name)
-        if name == "sidecar" and value is None:
-            continue
+    for name in ("file", "sidecar") if entry.get("sidecar") is not None else ("file",):
+        value = entry[name]
         if not isinstance(value, str) or not _FILE.fullmatch(value) or ".." in value.split("/"):
             raise ValueError(f"{where}.{name} is {value!r:.80}, not a file of this dataset")
     for name in ("rows", "nbytes", "crc32", "sidecar_nbytes", "sidecar_crc32"):

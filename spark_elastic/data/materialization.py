@@ -23,22 +23,21 @@ from spark_elastic.data.arrow_values import Fault, error_of
 from spark_elastic.data.catalog import collect_orphans, folder_of, leased, mark_used, may_be_lost
 from spark_elastic.data.columns import Request, Tensor, cast_of, is_case_sensitive
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.data.files import DAMAGED
 from spark_elastic.data.manifest import LAYOUT_VERSION, MANIFEST_NAME, Kind, Manifest
 from spark_elastic.data.shards import SHARD_BYTES
 from spark_elastic.data.shared_store import ensure_shared
 from spark_elastic.data.store import Store
 from spark_elastic.data.write_task import RECEIPT_SCHEMA, Receipt, WriteTask
 from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, StoreError
+from spark_elastic.spark.arrow_batches import small_batches
 from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.failures import has_lost_its_order, reason_of
 from spark_elastic.spark.session import cluster_of
 
 _log = logging.getLogger(__name__)
-WRITES = 4
-"""The most attempts to write rows if executors are lost with shuffled rows of no fixed order; as of Spark's tasks."""
-_TASKS_A_SLOT = 64
-_JOINED = 64
+WRITES = 4  # attempts at most if executors are lost with shuffled rows of no fixed order; as many as of Spark's tasks
+_TASKS_A_SLOT = 64  # with more partitions than this for each slot, several partitions make a task
+_JOINED = 64  # of these at most, so that tasks stay small enough to be repeated
 LONG_WRITE_S = 30.0  # a write that takes longer is worth a line that says how its rows can be kept
 _writing: weakref.WeakValueDictionary[str, threading.Lock] = weakref.WeakValueDictionary()
 """Address of a dataset → the lock of the thread that writes it: of concurrent fits on the same rows, one writes."""
@@ -114,19 +113,13 @@ def materialize(
         shard_bytes=shard_bytes,
         pre_shuffle=pre_shuffle,
     )
-    where = Store.create(store, storage_options)
+    place = Store.create(store, storage_options)
     kept = keep if keep is not None else dataset_id is not None
-    return write_dataset(cluster_of(df.sparkSession), df, request, where, dataset_id, kept, verbose)
-
-
-def write_dataset(
-    cluster: Cluster, df: Any, request: Request, place: Store, dataset_id: str | None, kept: bool, verbose: int
-) -> Dataset:
-    """Do what `materialize` does, in a cluster that the caller has."""
+    cluster = cluster_of(df.sparkSession)
     request.check()
     if df.isStreaming:
         raise DataError("a streaming DataFrame cannot be materialised, as it has no end; write it to a table first")
-    tensors = request.resolve(df.schema, is_case_sensitive(df))
+    resolved = request.resolve(df.schema, is_case_sensitive(df))
     settings = request.to_json()
     if dataset_id is not None and (not re.fullmatch(r"[\w.=-]+", dataset_id) or dataset_id.startswith((".", "auto-"))):
         raise InvalidSettingsError(
@@ -136,33 +129,29 @@ def write_dataset(
     folder = folder_of(place, dataset_id or f"auto-{uuid.uuid4().hex}")
     with _writing.setdefault(folder.address, threading.Lock()):
         if dataset_id is not None and folder.exists(MANIFEST_NAME):
-            found = _written_before(folder, settings, dataset_id)
+            dataset = Dataset.open(folder)
+            _check_settings(dataset, settings, dataset_id)
+            if may_be_lost(folder):
+                dataset.verify()
             mark_used(folder, kept)
             _log.info("rows that were written before are read from %s", folder.url)
-            return found
+            return dataset
         ensure_shared(place, cluster)
         began = monotonic()
         try:
             with leased(folder):
-                dataset = _Write(cluster, df, request, tensors, folder, kept, verbose).run()
-                if dataset.manifest.key != _key_of(settings):  # another process has written it meanwhile
-                    raise _other_settings(dataset, settings, dataset_id)
+                dataset = _Write(cluster, df, request, resolved, folder, kept, verbose).run()
+                _check_settings(dataset, settings, dataset_id)  # another process may have written it meanwhile
             mark_used(folder, kept)
         except OSError as error:
-            raise StoreError(f"the driver cannot write to {folder.url}: {error}", url=folder.url) from error
-        if verbose and (line := long_write(monotonic() - began, folder, kept)):
-            print(f"spark_elastic: {line}", file=sys.stderr, flush=True)
+            raise StoreError(f"the driver cannot write to {folder.url}: {error}") from error
+        if verbose and (seconds := monotonic() - began) >= LONG_WRITE_S:
+            how = f" to {folder.url}" if kept else "; dataset_id= keeps them"
+            print(f"spark_elastic: rows written in {seconds:.0f} s{how}", file=sys.stderr, flush=True)
         if place.address not in _collected:
             _collected.add(place.address)
             collect_orphans(place)
         return dataset
-
-
-def long_write(seconds: float, folder: Store, kept: bool) -> str | None:
-    """Return the line about a write that took long: how the rows can be used again. None: it was short."""
-    if seconds < LONG_WRITE_S:
-        return None
-    return f"rows written in {seconds:.0f} s" + (f" to {folder.url}" if kept else "; dataset_id= keeps them")
 
 
 def _key_of(settings: Mapping[str, Any]) -> str:
@@ -170,25 +159,15 @@ def _key_of(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps([LAYOUT_VERSION, settings], sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _written_before(folder: Store, settings: Mapping[str, Any], dataset_id: str) -> Dataset:
-    """Open the dataset of a `dataset_id`. Raise DatasetError if it is damaged, or was written with other settings."""
-    dataset = Dataset.open(folder)
+def _check_settings(dataset: Dataset, settings: Mapping[str, Any], dataset_id: str | None) -> None:
     if dataset.manifest.key != _key_of(settings):
-        raise _other_settings(dataset, settings, dataset_id)
-    if may_be_lost(folder) or folder.exists(DAMAGED):
-        dataset.verify()
-    return dataset
-
-
-def _other_settings(dataset: Dataset, settings: Mapping[str, Any], dataset_id: str | None) -> DatasetError:
-    written = dataset.manifest.about.get("settings", {})
-    different = sorted(name for name in settings if written.get(name) != settings[name])
-    return DatasetError(
-        f"the dataset {dataset_id!r} in {dataset.store.url} was written with other settings: "
-        + ", ".join(f"{name}={written.get(name)!r}, not {settings[name]!r}" for name in different)
-        + "; choose another dataset_id, or delete it",
-        url=dataset.store.url,
-    )
+        written = dataset.manifest.about.get("settings", {})
+        different = sorted(name for name in settings if written.get(name) != settings[name])
+        raise DatasetError(
+            f"the dataset {dataset_id!r} in {dataset.store.url} was written with other settings: "
+            + ", ".join(f"{name}={written.get(name)!r}, not {settings[name]!r}" for name in different)
+            + "; choose another dataset_id, or delete it"
+        )
 
 
 @dataclass(eq=False)
@@ -209,7 +188,9 @@ class _Write:
         run, started, settings, folder = uuid.uuid4().hex[:12], wall(), self.request.to_json(), self.folder
         try:
             receipts = self._receipts(run)
-            if mixed := _stored_both_ways(receipts):  # the first vectors were mostly zeros in some tasks only
+            kinds = {(field.name, field.kind) for each in receipts if each.layout for field in each.layout.fields}
+            mixed = [name for name, kind in kinds if kind is Kind.SPARSE and (name, Kind.DENSE) in kinds]
+            if mixed:  # the first vectors were mostly zeros in some tasks only
                 folder.delete(run)
                 self.request = replace(self.request, sparse={**self.request.sparse, **dict.fromkeys(mixed, True)})
                 self.tensors = self.request.resolve(self.df.schema, is_case_sensitive(self.df))
@@ -221,19 +202,14 @@ class _Write:
                 "settings": settings,
             }
             manifest = _manifest(receipts, self.request, _key_of(settings), about)
-            hosts = {
-                shard.file: receipt.host
-                for receipt in receipts
-                for shards in receipt.splits.values()
-                for shard in shards
-            }
-            for shard in manifest.shards:
+            written = [
+                (receipt.host, shard) for receipt in receipts for each in receipt.splits.values() for shard in each
+            ]
+            for host, shard in written:
                 if folder.size(shard.file) != shard.nbytes:
                     raise StoreError(
-                        f"{hosts[shard.file]} wrote {shard.file} to {folder.url}, but the driver does not see it as a "
-                        "whole; name a store that driver and executors share",
-                        url=folder.url,
-                        host=hosts[shard.file],
+                        f"{host} wrote {shard.file} to {folder.url}, but the driver does not see it as a whole; name a "
+                        "store that driver and executors share"
                     )
         except BaseException:
             folder.delete(run)
@@ -266,14 +242,16 @@ class _Write:
             # one draw decides the partition, another the place in it: a repartition alone keeps neighbours together
             rows = rows.repartition(functions.rand(request.seed))
             rows = rows.sortWithinPartitions(functions.rand(request.seed + 1))
-        elif (found := self.cluster.partitions(rows)) is not None and (fewer := fewer_tasks(*found)):
-            rows = rows.coalesce(fewer)
+        elif (found := self.cluster.partitions(rows)) is not None:
+            partitions, slots = found
+            if partitions > _TASKS_A_SLOT * slots:  # a task costs about 0.1 s besides its rows
+                rows = rows.coalesce(max(-(-partitions // _JOINED), _TASKS_A_SLOT // 4 * slots))
         written = (request.shard_bytes, request.validation, request.seed, self.kept)
         task = WriteTask(self.folder, run, groups, self.tensors, *written)
         name = f"spark_elastic: write {', '.join(request.tensors)}"
         wide = any(column.source != "scalar" for tensor in self.tensors for column in tensor.columns)
         try:
-            with self.cluster.small_batches(self.df.sparkSession) if wide else nullcontext():
+            with small_batches(self.df.sparkSession) if wide else nullcontext():
                 answers = write_again_if_order_is_lost(
                     lambda: self.cluster.collect(
                         rows.mapInArrow(task, RECEIPT_SCHEMA), name, "writing rows", self.verbose
@@ -287,17 +265,6 @@ class _Write:
         receipts = sorted((Receipt.loads(row.receipt) for row in answers), key=lambda receipt: receipt.partition)
         _refuse_faults(receipts)
         return receipts
-
-
-def fewer_tasks(partitions: int, slots: int) -> int | None:
-    """Return the number of tasks for a query with very many partitions; None: as many as there are partitions.
-
-    A task costs about 0.1 s besides its rows. At most `_JOINED` partitions make a task, so that tasks stay small enough
-    to be repeated, and each slot gets several.
-    """
-    if partitions <= _TASKS_A_SLOT * slots:
-        return None
-    return max(-(-partitions // _JOINED), _TASKS_A_SLOT // 4 * slots)
 
 
 def write_again_if_order_is_lost(write: Callable[[], list[Any]], clear: Callable[[], None]) -> list[Any]:
@@ -319,7 +286,6 @@ def write_again_if_order_is_lost(write: Callable[[], list[Any]], clear: Callable
 
 
 def _refuse_faults(receipts: Sequence[Receipt]) -> None:
-    """Raise one DataError for the faults of all tasks, if there are any."""
     seen = sum(receipt.rows for receipt in receipts)
     if faults := [fault for receipt in receipts for fault in receipt.faults]:
         raise error_of(faults, seen)
@@ -342,11 +308,6 @@ def _refuse_faults(receipts: Sequence[Receipt]) -> None:
                 )
     if faults:
         raise error_of(faults, seen)
-
-
-def _stored_both_ways(receipts: Sequence[Receipt]) -> list[str]:
-    kinds = {(field.name, field.kind) for receipt in receipts if receipt.layout for field in receipt.layout.fields}
-    return sorted(name for name, kind in kinds if kind is Kind.SPARSE and (name, Kind.DENSE) in kinds)
 
 
 def _manifest(receipts: Sequence[Receipt], request: Request, key: str, about: Mapping[str, Any]) -> Manifest:

@@ -54,16 +54,14 @@ class Prefetcher(Iterator[T], Generic[T]):
     interrupt a source that waits.
     """
 
-    def __init__(
-        self, source: Callable[[], Iterable[T]], depth: int, name: str, on_close: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, source: Callable[[], Iterable[T]], depth: int, on_close: Callable[[], None]) -> None:
         self.depth = depth
         self._on_close = on_close
         self._room = threading.Semaphore(depth)
+        #: Each item, or the error that ended the source; StopIteration at its end.
         self._ready: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-        """Each item, or the error that ended the source; StopIteration at its end."""
         self._closed = False
-        self._thread = threading.Thread(target=self._run, args=(source,), name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(source,), name="spark-elastic-reader", daemon=True)
         self._thread.start()
 
     def _run(self, source: Callable[[], Iterable[T]]) -> None:
@@ -129,14 +127,10 @@ class Source(Protocol):
         """
 
     def release(self, request: Any) -> None:
-        """Tell that the rows of a request are not needed any more."""
+        """Give up the rows of a request, which are not needed any more."""
 
     def preload(self, stopping: Future[None]) -> None:
-        """Prepare all rows for being gathered in any order. Thread-safe; later calls do nothing.
-
-        A remote store copies them here, and this waits for it until `stopping` is done; local files are at most read
-        ahead.
-        """
+        """Prepare all rows: copy them from a remote store, as `wait` does, or read local files ahead. Thread-safe."""
 
 
 @dataclass(slots=True)
@@ -165,13 +159,11 @@ class ReadAhead:
         self._order: Order | None = None
         self._owned = (0, 0)
         self._streams: list[deque[_Requested]] = []
+        #: Of each stream, the end of its first requested window: before that, nothing has to be done for it.
         self._ends = np.empty(0, np.int64)
-        """Of each stream, the end of its first requested window: before that, nothing has to be done for it."""
 
     def prepare(self, order: Order, start: int, stop: int, rank: int, size: int) -> None:
-        """Wait until a rank's positions `start`..`stop` of an order can be gathered.
-
-        Raises Stopped if `stop` was called.
+        """Wait until a rank's positions `start`..`stop` of an order can be gathered. Raise Stopped after `stop`.
 
         The positions follow those of the last call, unless the order or the world is another.
         """
@@ -232,7 +224,7 @@ class ReadAhead:
     def _request_window(self, order: WindowedShuffle, stream: int, index: int) -> bool:
         """Request the window around row `index` of an owned stream; return False after the stream's end."""
         number = stream + self._owned[0]
-        if index >= order.stream(number)[1]:
+        if index >= order.lengths[number]:
             return False
         _, start, stop = order.window_at(number, index)
         self._streams[stream].append(_Requested(stop, self._source.request(order.window_ranges(number, start, stop))))

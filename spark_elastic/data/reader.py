@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,16 +22,10 @@ from spark_elastic.errors import InvalidSettingsError, nearest
 if TYPE_CHECKING:
     from spark_elastic.data.dataset import Dataset
 
-GLOBAL_BYTES = 4 << 30
-"""Datasets up to this size are expected to fit into the page cache of every host, next to everything else there."""
-_GROUP_ROWS = 1 << 14
-"""Rows that are gathered at a time if batches are smaller: several batches then share what one gather costs besides its
-rows, which is a hand-over between threads and some dozen calls."""
-_GROUP_BYTES = 4 << 20
-"""The limit of a group in bytes, so that the rows are still in the processor's cache when they are used."""
-_AHEAD_BYTES = 8 << 20
-"""The most bytes in groups gathered ahead, unless one batch has more: more buffers only evict each other from the
-processor's cache."""
+GLOBAL_BYTES = 4 << 30  # datasets up to this size are expected to fit into the page cache of every host
+_GROUP_ROWS = 1 << 14  # gathered at a time: small batches share a hand-over between threads and some dozen calls
+_GROUP_BYTES = 4 << 20  # the limit of a group: its rows are still in the processor's cache when they are used
+_AHEAD_BYTES = 8 << 20  # of groups gathered ahead, unless a batch has more: others evict them from that cache
 
 
 @dataclass(slots=True, eq=False)
@@ -111,12 +105,10 @@ def least_cache_of_reader(
 
 
 def _group_batches(rows: int, row_bytes: int) -> int:
-    """Return how many batches of `rows` rows, of `row_bytes` bytes each, are gathered together."""
     return max(1, min(_GROUP_ROWS, _GROUP_BYTES // row_bytes) // max(1, rows))
 
 
 def _groups_ahead(batches: int, prefetch: int) -> int:
-    """Return how many groups of `batches` batches are gathered ahead."""
     wanted = -(-prefetch // batches)
     # with one group, the thread waits for the consumer before it begins the next one
     return max(2, wanted) if prefetch and batches > 1 else wanted
@@ -197,7 +189,8 @@ class BatchReader:
             raise InvalidSettingsError(f"the dataset has no split {split!r}; its splits are {known}")
         if prefetch < 0:
             raise InvalidSettingsError(f"prefetch must be at least 0, not {prefetch}")
-        self.batch_size = _checked_batch_size(batch_size)
+        _check_batch_size(batch_size)
+        self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
         self.rows = manifest.rows(split)
@@ -256,15 +249,28 @@ class BatchReader:
             raise ValueError("the reader is closed")
         if not 0 <= position <= self.rows:
             raise InvalidSettingsError(f"position must be from 0 to {self.rows}, the rows of an epoch, not {position}")
-        batch_size = self.batch_size if batch_size is None else _checked_batch_size(batch_size)
-        return self._batches(epoch, position, batch_size)
+        if batch_size is not None:
+            _check_batch_size(batch_size)
+        return self._batches(epoch, position, batch_size or self.batch_size)
 
     def _batches(self, epoch: int, position: int, batch_size: int) -> Generator[Batch]:
         while position < self.rows:
             world = self._world
             ahead = self._files.read_ahead()
-            groups = self._started(partial(self._groups, ahead, epoch, position, batch_size, *world), batch_size, ahead)
+            mine = max(1, -(-batch_size // world[1]))
+            # without a shuffle, groups do not depend on the number of ranks, so that `_rows_at_once` does not
+            batches = _group_batches(mine if self.shuffle else batch_size, self._row_bytes)
+            make = partial(self._groups, ahead, self._order_of(epoch), position, batch_size, batches, world)
+            if self._prefetch:
+                most = _AHEAD_BYTES // (batches * mine * self._row_bytes)
+                depth = max(1, min(_groups_ahead(batches, self._prefetch), most))
+                started = Prefetcher(make, depth, ahead.stop)
+                self._running.add(started)
+                groups: Iterator[Iterator[Batch]] = started
+            else:
+                groups = make()
             try:
+                self._refuse_closed()  # `close` may have run just before it could know of these groups
                 for group in groups:
                     self._files.checked(0)
                     for batch in group:
@@ -286,38 +292,15 @@ class BatchReader:
         if self._closed:
             raise ValueError("the reader was closed in the middle of an epoch")
 
-    def _started(
-        self, groups: Callable[[], Iterator[Iterator[Batch]]], batch_size: int, ahead: ReadAhead
-    ) -> Iterator[Iterator[Batch]]:
-        """Return the groups, gathered by a thread unless `prefetch` is 0."""
-        if not self._prefetch:
-            return groups()
-        group_batches, group_rows = self._group_size(batch_size, self.size)
-        depth = min(_groups_ahead(group_batches, self._prefetch), _AHEAD_BYTES // (group_rows * self._row_bytes))
-        started = Prefetcher(groups, max(1, depth), "spark-elastic-reader", ahead.stop)
-        self._running.add(started)
-        return started
-
-    def _group_size(self, batch_size: int, size: int) -> tuple[int, int]:
-        """Return the global batches of a group, and the rows of one rank in them.
-
-        Without a shuffle, groups do not depend on the number of ranks, so that `_rows_at_once` does not.
-        """
-        mine = max(1, -(-batch_size // size))
-        batches = _group_batches(mine if self.shuffle else batch_size, self._row_bytes)
-        return batches, batches * mine
-
     def _groups(
-        self, ahead: ReadAhead, epoch: int, position: int, batch_size: int, rank: int, size: int
+        self, ahead: ReadAhead, order: Order, position: int, batch_size: int, batches: int, world: tuple[int, int]
     ) -> Iterator[Iterator[Batch]]:
-        order = self._order_of(epoch)
-        group = self._group_size(batch_size, size)[0] * batch_size
         try:
-            for begin in range(position, self.rows, group):
-                end = min(begin + group, self.rows)
+            for begin in range(position, self.rows, batches * batch_size):
+                end = min(begin + batches * batch_size, self.rows)
                 edges = [*range(begin, end, batch_size), end]
-                ahead.prepare(order, begin, end, rank, size)
-                numbers, counts = order.take(edges, rank, size)
+                ahead.prepare(order, begin, end, *world)
+                numbers, counts = order.take(edges, *world)
                 yield _split(self._gathered(numbers), edges, counts)
         except Stopped:
             return
@@ -330,7 +313,6 @@ class BatchReader:
         return GlobalOrder(self.rows, self.seed, epoch, self.shuffle)
 
     def _gathered(self, numbers: Indices) -> dict[str, Any]:
-        """Return the tensors of the rows with these numbers."""
         nbytes = len(numbers) * self._dtype.itemsize
         out: npt.NDArray[Any] = self._buffers.acquire(nbytes)[:nbytes]
         self._files.rows.gather(numbers, out.view(np.dtype((np.void, self._dtype.itemsize))))
@@ -359,26 +341,21 @@ class BatchReader:
 
 
 def _row_bytes(manifest: Manifest, split: str, fields: Sequence[TensorField]) -> int:
-    return manifest.layout.dtype.itemsize + _bytes_beside_record(manifest, split, fields)
-
-
-def _bytes_beside_record(manifest: Manifest, split: str, fields: Sequence[TensorField]) -> int:
-    """Return the bytes that a row of a batch has besides its record: values of variable length, sparse ones densely.
+    """Return the bytes of a row of a batch: its record, and values of variable length, sparse ones densely.
 
     Values are counted with their mean over the split: of all fields of variable length together, also of those that
     are not read, because the manifest does not tell them apart.
     """
     sparse = [field for field in fields if field.kind is Kind.SPARSE]
-    dense = sum(np.dtype((field.dtype, field.shape)).itemsize for field in sparse)
-    if all(field.kind in (Kind.DENSE, Kind.SPARSE) for field in fields):
-        return dense
-    return dense + sum(shard.sidecar_nbytes for shard in manifest.splits[split]) // max(1, manifest.rows(split))
+    nbytes = manifest.layout.stride + sum(np.dtype((field.dtype, field.shape)).itemsize for field in sparse)
+    if any(field.kind not in (Kind.DENSE, Kind.SPARSE) for field in fields):
+        nbytes += sum(shard.sidecar_nbytes for shard in manifest.splits[split]) // max(1, manifest.rows(split))
+    return nbytes
 
 
-def _checked_batch_size(batch_size: int) -> int:
+def _check_batch_size(batch_size: int) -> None:
     if batch_size < 1:
         raise InvalidSettingsError(f"batch_size must be at least 1, not {batch_size}")
-    return batch_size
 
 
 def _chosen_fields(manifest: Manifest, names: Sequence[str] | None) -> tuple[TensorField, ...]:

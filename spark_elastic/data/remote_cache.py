@@ -23,11 +23,9 @@ import threading
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,7 @@ from spark_elastic.data.manifest import Manifest, checksum_error
 from spark_elastic.data.prefetch import Ranges, Stopped
 from spark_elastic.data.rows import MappedFiles, Numbering, ShardRows, Sidecars, allow_descriptors
 from spark_elastic.data.store import Store, own_temporary_folder
-from spark_elastic.errors import DatasetError, InvalidSettingsError, StoreError
+from spark_elastic.errors import InvalidSettingsError, StoreError
 
 _OURS = re.compile(r"[0-9a-f]{32}\.(shard|partial)")
 _STALE_S = 7 * 86_400.0
@@ -66,81 +64,67 @@ class ShardCache:
         self.root = root
         root.mkdir(parents=True, exist_ok=True)
         with self._locked():
-            files = list(self._files())
-            used = sum(disk_bytes(status.st_size) for _, status in files)
+            used = sum(disk_bytes(status.st_size) for _, status in self._files())
             self.limit = limit if limit is not None else int(_FREE_SHARE * (used + shutil.disk_usage(root).free))
-            for path, status in sorted(files, key=lambda each: each[1].st_atime_ns):
-                if used > self.limit or status.st_atime < wall() - _STALE_S:
-                    used -= disk_bytes(status.st_size) if _delete_unless_held(path) else 0
+            self._shrink(0)
 
-    def hold(self, path: Path, nbytes: int, crc32: int) -> int | None:
+    def hold(self, file: _CachedFile) -> int | None:
         """Return a descriptor that keeps a file in the cache until it is closed; None if the file is not there."""
         try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            held = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
-        fcntl.flock(file, fcntl.LOCK_SH)  # others hold it exclusively for a moment at most
-        status = os.fstat(file)
-        if _is_at(file, path) and (status.st_size, status.st_mtime_ns) == (nbytes, _mark(crc32)):
-            _touch(file, crc32)
-            return file
-        if _is_at(file, path):  # it was written to, or cut off
-            path.unlink(missing_ok=True)
-        os.close(file)
+        fcntl.flock(held, fcntl.LOCK_SH)  # others hold it exclusively for a moment at most
+        status = os.fstat(held)
+        if _is_at(held, file.path):
+            if (status.st_size, status.st_mtime_ns) == (file.nbytes, _mark(file.crc32)):
+                _touch(held, file.crc32)
+                return held
+            file.path.unlink(missing_ok=True)  # it was written to, or cut off
+        os.close(held)
         return None
 
-    def fetch(
-        self,
-        path: Path,
-        nbytes: int,
-        crc32: int,
-        parts: Callable[[], Iterator[bytes]],
-        damaged: Callable[[int], Exception],
-        stopping: threading.Event,
-    ) -> int | None:
+    def fetch(self, file: _CachedFile, parts: Iterator[bytes], stopping: threading.Event) -> int | None:
         """Write the parts of a file into the cache, and return its descriptor as `hold` does.
 
-        None: another process fetches it or has just done so, or `stopping` was set.
-
-        Raises:
-            Exception: Of `damaged`, which is called with the checksum if it is another one.
-            StoreError: There is no room.
+        None: another process fetches it or has just done so, or `stopping` was set. Raise DatasetError if the checksum
+        is another one, and StoreError if there is no room.
         """
-        unfinished = path.with_suffix(".partial")
+        unfinished = file.path.with_suffix(".partial")
         try:
             with contextlib.ExitStack() as closing:
-                file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                closing.callback(os.close, file)
+                held = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                closing.callback(os.close, held)
                 try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     stopping.wait(_POLL_S)
                     return None
-                if not _is_at(file, unfinished) or path.exists():  # another process was done at this moment
-                    if _is_at(file, unfinished):
+                if not _is_at(held, unfinished) or file.path.exists():  # another process was done at this moment
+                    if _is_at(held, unfinished):
                         unfinished.unlink()
                     return None
                 try:
-                    self._make_room(file, unfinished, nbytes, stopping)
+                    self._make_room(held, unfinished, file.nbytes, stopping)
                     found, at = 0, 0
-                    for part in parts():
+                    for part in parts:
                         found = zlib.crc32(part, found)
-                        at += os.pwrite(file, part, at)
-                    if at != nbytes:  # a disk that is nearly full accepts a part of the data
-                        raise OSError(f"{at} of {nbytes} bytes were written")
-                    if found != crc32:
-                        raise damaged(found)
-                    os.fsync(file)  # or a power cut could leave a file of zeros under the right name
-                    _touch(file, crc32)
-                    os.rename(unfinished, path)
+                        at += os.pwrite(held, part, at)
+                    if at != file.nbytes:  # a disk that is nearly full accepts a part of the data
+                        raise OSError(f"{at} of {file.nbytes} bytes were written")
+                    if found != file.crc32:
+                        raise checksum_error(file.store.url, file.name, found, file.crc32)
+                    os.fsync(held)  # or a power cut could leave a file of zeros under the right name
+                    _touch(held, file.crc32)
+                    os.rename(unfinished, file.path)
                 except BaseException:
                     unfinished.unlink(missing_ok=True)
                     raise
-                fcntl.flock(file, fcntl.LOCK_SH)
-                if not _is_at(file, path):  # deleted between the two locks
+                fcntl.flock(held, fcntl.LOCK_SH)
+                if not _is_at(held, file.path):  # deleted between the two locks
                     return None
                 closing.pop_all()
-                return file
+                return held
         except OSError as error:
             raise StoreError(f"{unfinished} cannot be written: {error}; set cache_dir or cache_bytes") from error
 
@@ -149,11 +133,7 @@ class ShardCache:
         deadline = monotonic() + ROOM_TIMEOUT_S
         while True:
             with self._locked():
-                found = [(path, status) for path, status in self._files() if path != unfinished]
-                used = sum(disk_bytes(status.st_size) for _, status in found)
-                for path, status in sorted(found, key=lambda each: each[1].st_atime_ns):
-                    if used + disk_bytes(nbytes) > self.limit and _delete_unless_held(path):
-                        used -= disk_bytes(status.st_size)
+                used = self._shrink(disk_bytes(nbytes), unfinished)
                 if used + disk_bytes(nbytes) <= self.limit:
                     os.ftruncate(file, nbytes)
                     return
@@ -167,6 +147,16 @@ class ShardCache:
                 )
             stopping.wait(_POLL_S)
 
+    def _shrink(self, room: int, besides: Path | None = None) -> int:
+        """Delete stale files, and others as long as there is no room; return the bytes used, without `besides`."""
+        found = [(path, status) for path, status in self._files() if path != besides]
+        used = sum(disk_bytes(status.st_size) for _, status in found)
+        for path, status in sorted(found, key=lambda each: each[1].st_atime_ns):
+            too_old = status.st_atime < wall() - _STALE_S
+            if (too_old or used + room > self.limit) and _delete_unless_held(path):
+                used -= disk_bytes(status.st_size)
+        return used
+
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         for path in self.root.iterdir():
             if _OURS.fullmatch(path.name):
@@ -175,12 +165,9 @@ class ShardCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        file = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
+        with (self.root / "lock").open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
-        finally:
-            os.close(file)
 
 
 def _is_at(file: int, path: Path) -> bool:
@@ -213,24 +200,59 @@ def _delete_unless_held(path: Path) -> bool:
 # --- the shards of a split --------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
 class _CachedFile:
-    name: str  # in the store
-    path: Path
-    nbytes: int
-    crc32: int
-    remote: RemoteFile
+    """A file of a remote store, and the path of its copy in the cache. Safe for threads.
+
+    It keeps open handles, pyarrow `RandomAccessFile`s: to open one costs a request, and those of some filesystems may
+    not be shared by threads.
+    """
+
+    def __init__(self, store: Store, root: Path, name: str, nbytes: int, crc32: int) -> None:
+        self.store, self.name, self.nbytes, self.crc32 = store, name, nbytes, crc32
+        self._url = f"{store.url}/{name}"
+        # a dataset that was written again under the same URL has files of other names or checksums
+        key = hashlib.sha256(f"{self._url} {nbytes} {crc32}".encode()).hexdigest()[:32]
+        self.path = root / f"{key}.shard"
+        self._idle: list[Any] = []  # handles that no thread uses
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Read a range of bytes. Raise StoreError if three tries failed, or the file is too short."""
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                handle = self._taken() or self.store.open_input(self.name)
+                data = bytes(handle.read_at(nbytes, offset))
+            except Exception as error:  # each filesystem's package has its own exceptions
+                if pause_s is None or isinstance(error, FileNotFoundError | PermissionError):
+                    raise StoreError(f"{self._url} cannot be read: {error}") from error
+                self.close()  # handles that were opened before the connection broke
+                time.sleep(pause_s)
+            else:
+                self._idle.append(handle)
+                if len(data) != nbytes:
+                    raise StoreError(
+                        f"{self._url}: {len(data)} of {nbytes} bytes were delivered at {offset}; the file is cut off"
+                    )
+                return data
+        raise AssertionError
+
+    def _taken(self) -> Any:
+        with contextlib.suppress(IndexError):
+            return self._idle.pop()
+        return None
+
+    def close(self) -> None:
+        """Close the handles that no thread uses."""
+        while (handle := self._taken()) is not None:
+            with contextlib.suppress(Exception):
+                handle.close()
 
 
 class CachedSplit:
     """One split of a remote dataset in the cache; a `Source` of its rows, and of its sidecars if `sidecars`.
 
     `rows` and `sidecar_values` may be read where the rows were requested and waited for. `least` is the most bytes that
-    a reader needs at the same time.
-
-    Raises:
-        InvalidSettingsError: `cache_bytes` is less than `least`.
-        StoreError: The disk has less room than `least`, or the cache's folder cannot be used.
+    a reader needs at the same time. Raise InvalidSettingsError if `cache_bytes` is less, and StoreError if the disk has
+    less room or the cache's folder cannot be used.
     """
 
     preload_always = False  # with order "lanes", the first windows need not wait for all shards
@@ -246,7 +268,6 @@ class CachedSplit:
         cache_bytes: int | None,
         least: int,
     ) -> None:
-        self._store = store
         self._numbering = numbering
         check_cache_bytes(cache_bytes, least, split)
         root = Path(cache_dir) if cache_dir is not None else own_temporary_folder("cache", "set cache_dir")
@@ -260,10 +281,10 @@ class CachedSplit:
                 f"read at the same time have {least}; set cache_dir to a larger disk"
             )
         shards = manifest.splits[split]
-        self._files = [[self._file(shard.file, shard.nbytes, shard.crc32)] for shard in shards]
+        self._files = [[_CachedFile(store, root, shard.file, shard.nbytes, shard.crc32)] for shard in shards]
         for files, shard in zip(self._files, shards, strict=True):
             if sidecars and shard.sidecar is not None:
-                files.append(self._file(shard.sidecar, shard.sidecar_nbytes, shard.sidecar_crc32))
+                files.append(_CachedFile(store, root, shard.sidecar, shard.sidecar_nbytes, shard.sidecar_crc32))
         allow_descriptors(2 * sum(map(len, self._files)))
         paths = [files[0].path for files in self._files]
         sides = [files[1].path if len(files) > 1 else None for files in self._files]
@@ -280,15 +301,6 @@ class CachedSplit:
         self._stopping = threading.Event()
         self._shards = ThreadPoolExecutor(_SHARDS, thread_name_prefix="spark-elastic-shard")
         self._fetchers = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="spark-elastic-fetch")
-
-    def _file(self, name: str, nbytes: int, crc32: int) -> _CachedFile:
-        url = f"{self._store.url}/{name}"
-        # a dataset that was written again under the same URL has files of other names or checksums
-        key = hashlib.sha256(f"{url} {nbytes} {crc32}".encode()).hexdigest()[:32]
-        remote = RemoteFile(lambda: self._store.open_input(name), url)
-        return _CachedFile(name, self._cache.root / f"{key}.shard", nbytes, crc32, remote)
-
-    # --- a source of rows -----------------------------------------------------------------------
 
     def request(self, ranges: Ranges) -> dict[int, Future[None]]:
         """Start to fetch the shards of these rows."""
@@ -322,8 +334,6 @@ class CachedSplit:
             self._preloaded = self.request([(0, self._numbering.rows)])
         self.wait(self._preloaded, stopping)
 
-    # --- shards ---------------------------------------------------------------------------------
-
     def _get(self, shard: int) -> None:
         """Hold the files of a shard, fetched if they are not there, and map them."""
         held: list[int] = []
@@ -346,24 +356,19 @@ class CachedSplit:
 
     def _hold(self, file: _CachedFile) -> int:
         while not self._stopping.is_set():
-            held = self._cache.hold(file.path, file.nbytes, file.crc32)
+            held = self._cache.hold(file)
             if held is None:
-                parts, damaged = partial(self._parts, file), partial(self._damaged, file)
-                held = self._cache.fetch(file.path, file.nbytes, file.crc32, parts, damaged, self._stopping)
+                held = self._cache.fetch(file, self._parts(file), self._stopping)
             if held is not None:
                 return held
         raise Stopped
 
-    def _damaged(self, file: _CachedFile, found: int) -> DatasetError:
-        return checksum_error(self._store.url, file.name, found, file.crc32)
-
     def _parts(self, file: _CachedFile) -> Iterator[bytes]:
-        """Yield the file's bytes, read a few parts ahead."""
         ahead: deque[Future[bytes]] = deque()
         for at in range(0, file.nbytes, _PART_BYTES):
             if self._stopping.is_set():
                 raise Stopped
-            ahead.append(self._fetchers.submit(file.remote.read, at, min(_PART_BYTES, file.nbytes - at)))
+            ahead.append(self._fetchers.submit(file.read, at, min(_PART_BYTES, file.nbytes - at)))
             if len(ahead) >= _FETCHERS // _SHARDS:
                 yield ahead.popleft().result()
         while ahead:
@@ -387,7 +392,7 @@ class CachedSplit:
         self._held.clear()
         for files in self._files:
             for file in files:
-                file.remote.close()
+                file.close()
 
 
 def check_cache_bytes(cache_bytes: int | None, least: int, what: str) -> None:
@@ -397,47 +402,3 @@ def check_cache_bytes(cache_bytes: int | None, least: int, what: str) -> None:
             f"a cache of {cache_bytes} bytes cannot hold the shards of {what!r} that are read at the same time, which "
             f"have {least}; set cache_bytes to at least {least} (a shuffle reads all of them), or mount the store"
         )
-
-
-class RemoteFile:
-    """A pool of open handles, pyarrow `RandomAccessFile`s, of one remote file. Safe for threads.
-
-    To open a handle costs a request, and the handles of some filesystems may not be shared by threads.
-    """
-
-    def __init__(self, open_handle: Callable[[], Any], name: str) -> None:
-        self._open = open_handle
-        self._name = name
-        self._idle: list[Any] = []
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Read a range of bytes. Raise StoreError if three tries failed, or the file is too short."""
-        for pause_s in (*_PAUSES_S, None):
-            try:
-                handle = self._taken() or self._open()
-                data = bytes(handle.read_at(nbytes, offset))
-            except Exception as error:  # each filesystem's package has its own exceptions
-                if pause_s is None or isinstance(error, FileNotFoundError | PermissionError):
-                    raise StoreError(f"{self._name} cannot be read: {error}") from error
-                self.close()  # handles that were opened before the connection broke
-                time.sleep(pause_s)
-            else:
-                self._idle.append(handle)
-                if len(data) != nbytes:
-                    raise StoreError(
-                        f"{self._name}: {len(data)} of {nbytes} bytes were delivered at {offset}; the file is cut off"
-                    )
-                return data
-        raise AssertionError
-
-    def _taken(self) -> Any:
-        """Return a handle that no thread uses, and remove it from the pool. None: there is none."""
-        with contextlib.suppress(IndexError):
-            return self._idle.pop()
-        return None
-
-    def close(self) -> None:
-        """Close the handles that no thread uses."""
-        while (handle := self._taken()) is not None:
-            with contextlib.suppress(Exception):
-                handle.close()

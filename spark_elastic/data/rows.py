@@ -51,13 +51,10 @@ class MappedFiles:
                 if (found := file.stat().st_size) == expected:
                     self._maps[shard] = mmap.mmap(stream.fileno(), expected, access=mmap.ACCESS_READ)
         except OSError as error:
-            raise DatasetError(f"shard {file} cannot be read: {error}", file=str(file)) from error
+            raise DatasetError(f"shard {file} cannot be read: {error}") from error
         if found != expected:
             raise DatasetError(
-                f"shard {file} has {found} bytes, the manifest says {expected}; the dataset is damaged, write it again",
-                file=str(file),
-                expected=expected,
-                found=found,
+                f"shard {file} has {found} bytes, the manifest says {expected}; the dataset is damaged, write it again"
             )
         self._bytes[shard] = np.frombuffer(self._maps[shard], np.uint8)
 
@@ -116,12 +113,13 @@ class ShardRows:
 
     def __init__(self, files: MappedFiles, numbering: Numbering, stride: int) -> None:
         self.files = files
-        self._numbering = numbering
+        self.numbering = numbering
+        self.stride = stride
         self._record = np.dtype((np.void, stride))
 
     def gather(self, numbers: Indices, out: npt.NDArray[Any]) -> None:
         """Copy the records of the rows with these numbers to `out`, shape (n,), void of `stride` bytes."""
-        shards, rows = self._numbering.places(numbers)
+        shards, rows = self.numbering.places(numbers)
         count = len(self.files.nbytes)
         if count == 1:
             # places are always in range; mode "raise" would gather into a temporary buffer first
@@ -136,8 +134,8 @@ class ShardRows:
 
     def evict(self, start: int, stop: int) -> None:
         """Remove rows number `start`..`stop` from this process's memory; they are not needed soon."""
-        for shard, first, last in self._numbering.ranges(start, stop):
-            self.files.evict(shard, first * self._record.itemsize, last * self._record.itemsize)
+        for shard, first, last in self.numbering.ranges(start, stop):
+            self.files.evict(shard, first * self.stride, last * self.stride)
 
 
 class Sidecars:
@@ -148,10 +146,7 @@ class Sidecars:
         self._url = url
 
     def values(self, field: TensorField, references: npt.NDArray[Any], shards: Indices) -> Any:
-        """Return a batch's values: a list for fields of variable length, an array [rows, *shape] for sparse fields.
-
-        Raise DatasetError if a reference, or a sparse value's index, is out of range.
-        """
+        """Return a list of values, or of sparse fields an array [rows, *shape]. Raise DatasetError if damaged."""
         starts, lengths = references["start"].astype(np.int64), references["length"].astype(np.int64)
         if bool(((starts < 0) | (lengths < 0) | (starts + lengths > self.files.nbytes[shards])).any()):
             raise DatasetError(

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.data.manifest import Layout, Shard
+from spark_elastic.data.manifest import Kind, Layout, Shard
 from spark_elastic.data.store import Store, make_folder, sync_folder
 
-SHARD_BYTES = 512 << 20
-"""The default size of a shard: few files keep readers fast, and a file of this size is fetched in seconds."""
+SHARD_BYTES = 512 << 20  # few files keep readers fast, and a file of this size is fetched in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +80,11 @@ class ShardWriter:
 
     def write(self, block: Block) -> None:
         while len(block):
-            room = self._room(block)
-            if room == 0:
+            if room := self._room(block):
+                self._append(block[:room])
+                block = block[room:]
+            else:
                 self._end_shard()
-                continue
-            part, block = (block, block[:0]) if len(block) <= room else (block[:room], block[room:])
-            self._append(part)
 
     def _room(self, block: Block) -> int:
         """Return how many rows of the block fit into this shard; 0: the shard must end."""
@@ -119,7 +117,8 @@ class ShardWriter:
         if self._records is None:
             name = f"{self._stem}-{len(self._done):03d}"
             self._records = _File(self._store, f"{name}.rows", self._durable)
-            self._sidecar = _File(self._store, f"{name}.side", self._durable) if self._layout.has_sidecar else None
+            if any(field.kind is not Kind.DENSE for field in self._layout.fields):
+                self._sidecar = _File(self._store, f"{name}.side", self._durable)
         if self._sidecar is not None:
             # not copy(): it would leave what the memory held before in the gaps between fields
             records = np.zeros(len(part), part.records.dtype)

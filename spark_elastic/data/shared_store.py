@@ -16,23 +16,16 @@ _shared: set[tuple[str, str]] = set()  # (application id, URL) of the stores tha
 
 
 def ensure_shared(store: Store, cluster: Cluster) -> None:
-    """Run `check_shared`, once per application and store."""
-    about = (cluster.application, store.address)
-    if about not in _shared:
-        cluster.check_executors()
-        check_shared(store, cluster)
-        _shared.add(about)
-
-
-def check_shared(store: Store, cluster: Cluster) -> None:
-    """Check that the executors and the driver see each other's files in a store, with a short job.
+    """Check that the executors and the driver see each other's files, with a short job once per application and store.
 
     The driver writes a token, each task reads it and writes its own file, and the driver looks for these files. The job
-    has as many tasks as Spark has slots, so an executor that is busy with other tasks may be left out.
-
-    Raises:
-        StoreError: Hosts do not see the driver's file, or the driver does not see theirs.
+    has as many tasks as Spark has slots, so an executor that is busy with other tasks may be left out. Raise StoreError
+    if hosts do not see the driver's file, or the driver does not see theirs.
     """
+    about = (cluster.application, store.address)
+    if about in _shared:
+        return
+    cluster.check_executors()
     token = uuid.uuid4().hex
     folder = f"{PROBE}{token}"
 
@@ -56,12 +49,11 @@ def check_shared(store: Store, cluster: Cluster) -> None:
     try:
         store.write_bytes(f"{folder}/driver", token.encode())
     except Exception as error:  # each filesystem has its own exceptions
-        raise StoreError(f"the driver cannot write to {store.url}: {error}", url=store.url) from error
+        raise StoreError(f"the driver cannot write to {store.url}: {error}") from error
     try:
-        if store.is_local and cluster.is_local:
-            return  # driver and executors are one machine
         name = f"spark_elastic: check that all executors see {store.url}"
-        answers = cluster.start_tasks(probe, None, name).result()
+        is_one_machine = store.is_local and cluster.is_local
+        answers = [] if is_one_machine else cluster.start_tasks(probe, None, name).result()
         problems = {host: problem for host, _, problem in answers if problem}
         for host, file, problem in answers:
             if not problem and not store.exists(f"{folder}/{file}"):
@@ -71,8 +63,8 @@ def check_shared(store: Store, cluster: Cluster) -> None:
             raise StoreError(
                 f"the driver on {socket.gethostname()} and the executors do not share {store.url}: {listed}. Name "
                 "a store that all of them see: store= a mounted folder (NFS, /dbfs, /Volumes) or an hdfs://, "
-                "s3://, gs:// or abfs:// URI",
-                url=store.url,
+                "s3://, gs:// or abfs:// URI"
             )
     finally:
         store.delete(folder)
+    _shared.add(about)

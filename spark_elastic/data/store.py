@@ -25,14 +25,11 @@ from urllib.parse import unquote, urlsplit
 from spark_elastic.errors import StoreError
 from spark_elastic.redaction import redacted
 
-_PART = 1 << 20
-"""Bytes read at a time for a checksum: few enough to stay in the processor's cache until they are added up."""
-_UNFINISHED = re.compile(r".+\.[0-9a-f]{32}\.partial")
-"""Names of the files into which `write_bytes` writes before it renames them."""
-_LOCAL = ("py::fsspec+file", "py::fsspec+('file', 'local')")
-"""Names that pyarrow gives to fsspec's filesystem of this machine."""
+_PART = 1 << 20  # read at a time for a checksum: these bytes stay in the processor's cache until they are added up
+_UNFINISHED = re.compile(r".+\.[0-9a-f]{32}\.partial")  # files that `write_bytes` has not renamed yet
+_LOCAL = ("py::fsspec+file", "py::fsspec+('file', 'local')")  # pyarrow's names of fsspec's LocalFileSystem
+#: Filesystems on which an upload appears whole when it is closed, and a rename would copy the file.
 _OBJECT_STORES = frozenset(("s3", "gcs", "gs", "abfs", "abfss", "az", "adl", "oci", "r2"))
-"""Filesystems on which an upload appears whole when it is closed, and a rename would copy the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +128,7 @@ class Store:
             reasons.append(f"fsspec: {type(error).__name__}: {error}")
         raise StoreError(
             f"nothing here can open {uri!r}: {'; '.join(reasons)}. Install the fsspec package for {scheme}://, or use "
-            "a path that all machines mount",
-            url=redacted(uri),
+            "a path that all machines mount"
         )
 
     @property
@@ -143,7 +139,7 @@ class Store:
     def local_path(self, path: str = "") -> Path:
         """Return the path of a file or folder on this machine. Raise StoreError if the store is remote."""
         if self.filesystem is not None:
-            raise StoreError(f"{self.url} is a remote store: its files have no paths on this machine", url=self.url)
+            raise StoreError(f"{self.url} is a remote store: its files have no paths on this machine")
         return Path(self._at(path))
 
     def sub(self, path: str) -> Store:
@@ -172,6 +168,7 @@ class Store:
         until the disk has written it and all before it. `check` is called when all is written, just before the file
         gets its name (before the upload to an object store); if it raises, there is no file.
         """
+        check = check or (lambda: None)
         if self.filesystem is None:
             return self._write_local(Path(self._at(path)), data, only_if_absent, durable, check)
         if only_if_absent and self.exists(path):
@@ -179,14 +176,13 @@ class Store:
         target = self._at(path)
         self._make_parent(target)
         written = target if self._uploads_whole else f"{target}.{uuid.uuid4().hex}.partial"
-        if check is not None and written == target:
+        if written == target:
             check()
         with self.filesystem.open_output_stream(written, compression=None) as stream:
             stream.write(data)
         if written != target:
             try:
-                if check is not None:
-                    check()
+                check()
                 self._replace(written, target)
             except BaseException:
                 with contextlib.suppress(Exception):  # each filesystem has its own
@@ -233,13 +229,13 @@ class Store:
             found.append(FileEntry(relative, int(info.size or 0), modified_s, info.type.name == "Directory"))
         return sorted(found, key=lambda entry: entry.path)
 
-    def delete_unfinished(self, path: str = "") -> None:
-        """Delete the files of a folder whose writers have died before they were complete.
+    def delete_unfinished(self) -> None:
+        """Delete the files of the folder whose writers have died before they were complete.
 
         For a caller who knows that nobody writes there: a file that is being written cannot be told from those.
         """
-        for entry in self.list(path):
-            if not entry.is_dir and _UNFINISHED.fullmatch(entry.path.rpartition("/")[2]):
+        for entry in self.list():
+            if not entry.is_dir and _UNFINISHED.fullmatch(entry.path):
                 self.delete(entry.path)
 
     def delete(self, path: str = "") -> None:
@@ -261,7 +257,7 @@ class Store:
 
     def open_input(self, path: str) -> Any:
         """Open a file as a pyarrow `RandomAccessFile`."""
-        return self._arrow().open_input_file(self._at(path))
+        return self._arrow.open_input_file(self._at(path))
 
     def checksum(self, path: str) -> tuple[int, int]:
         """Return the size of a file and the CRC-32 of its contents."""
@@ -275,7 +271,7 @@ class Store:
         """Open a pyarrow output stream to a new file, not compressed whatever its name, and make the folders above."""
         target = self._at(path)
         self._make_parent(target)
-        return self._arrow().open_output_stream(target, compression=None)
+        return self._arrow.open_output_stream(target, compression=None)
 
     def __fspath__(self) -> str:
         return os.fspath(self.local_path())
@@ -289,29 +285,25 @@ class Store:
     def _at(self, path: str) -> str:
         if ".." in path.split("/"):
             raise ValueError(f"{path!r} leads out of {self.url}")
-        path = path.strip("/")
-        return posixpath.join(self.root, path) if path else self.root
+        return posixpath.join(self.root, path.strip("/")).rstrip("/") or self.root
 
+    @property
     def _arrow(self) -> Any:
-        if self.filesystem is not None:
-            return self.filesystem
         from pyarrow import fs
 
-        return fs.LocalFileSystem()
+        return self.filesystem or fs.LocalFileSystem()
 
     def _file_info(self, path: str) -> Any:
         return self.filesystem.get_file_info(self._at(path))
 
     @property
     def _uploads_whole(self) -> bool:
-        return not _OBJECT_STORES.isdisjoint(re.split("['(]", self.filesystem.type_name))
+        return not _OBJECT_STORES.isdisjoint(re.split("['(]", self._arrow.type_name))
 
     def _make_parent(self, target: str) -> None:
         parent = posixpath.dirname(target)
-        if self.filesystem is None:
-            os.makedirs(parent, exist_ok=True)
-        elif parent and not self._uploads_whole:
-            self.filesystem.create_dir(parent, recursive=True)
+        if parent and not self._uploads_whole:
+            self._arrow.create_dir(parent, recursive=True)
 
     def _replace(self, source: str, target: str) -> None:
         try:
@@ -323,9 +315,7 @@ class Store:
             self.filesystem.move(source, target)
 
     @staticmethod
-    def _write_local(
-        target: Path, data: bytes, only_if_absent: bool, durable: bool, check: Callable[[], None] | None
-    ) -> bool:
+    def _write_local(target: Path, data: bytes, only_if_absent: bool, durable: bool, check: Callable[[], None]) -> bool:
         make_folder(target.parent, durable)
         written = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
         try:
@@ -334,33 +324,23 @@ class Store:
                 stream.flush()
                 if durable:
                     os.fsync(stream.fileno())  # otherwise a power cut could leave an empty file of that name
-            if check is not None:
-                check()
-            if not Store._rename(written, target, only_if_absent):
-                return False
-            if durable:
-                sync_folder(target.parent)
-            return True
-        finally:
-            written.unlink(missing_ok=True)
-
-    @staticmethod
-    def _rename(written: Path, target: Path, only_if_absent: bool) -> bool:
-        """Rename a file to `target`; return False if `target` exists and only_if_absent."""
-        if only_if_absent:
+            check()
             try:
-                os.link(written, target)  # unlike a rename this fails if the target exists
-                return True
+                if only_if_absent:
+                    os.link(written, target)  # unlike a rename this fails if the target exists
             except FileExistsError:
                 return False
             except OSError:  # a mount without hard links
                 if target.exists():
                     return False
-        os.replace(written, target)
-        return True
-
-
-# --- local folders ----------------------------------------------------------------------------------
+                only_if_absent = False
+            if not only_if_absent:
+                os.replace(written, target)
+            if durable:
+                sync_folder(target.parent)
+            return True
+        finally:
+            written.unlink(missing_ok=True)
 
 
 def make_folder(folder: Path, durable: bool) -> None:
@@ -372,10 +352,7 @@ def make_folder(folder: Path, durable: bool) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the entries of a folder are on the disk.
-
-    Without this, a power cut may lose the name of a file whose contents are on the disk.
-    """
+    """Wait until the names in a folder are on the disk: a power cut may lose that of a file which is there."""
     file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -402,13 +379,10 @@ def _local_entries(root: Path, folder: Path, recursive: bool) -> list[FileEntry]
 
 
 def own_temporary_folder(kind: str, remedy: str) -> Path:
-    """Return this user's folder of a kind ("data", "cache") among the host's temporary files.
-
-    Raise StoreError, with the remedy, if another user made a folder of that name: its contents cannot be trusted.
-    """
+    """Return this user's temporary folder of a kind ("data", "cache"). Raise StoreError if it is another user's."""
     folder = Path(tempfile.gettempdir()) / f"spark_elastic-{kind}-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-        raise StoreError(f"{folder} belongs to another user; {remedy}", url=str(folder))
+        raise StoreError(f"{folder} belongs to another user; {remedy}")
     return folder

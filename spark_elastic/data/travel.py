@@ -10,19 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+#: The columns that travel together, by their names. A group of one is that column itself, any other an array.
 Groups = tuple[tuple[str, ...], ...]
-"""The columns that travel together, by their names. A group of one is that column itself, any other an array."""
 
 _JOINED = frozenset({"byte", "short", "integer", "long", "float", "double"})
-_FEWEST_JOINED = 4
-"""The fewest columns of a group: an array is more work than a value."""
-_MOST_JOINED = 1000
-"""The most columns of a group, which are one expression of Spark."""
+_FEWEST_JOINED = 4  # the fewest columns of a group: an array is more work than a value
+_MOST_JOINED = 1000  # the most columns of a group, which are one expression of Spark
 
 
 def groups_of(types: Mapping[str, str]) -> Groups:
@@ -59,16 +56,10 @@ def _divided(column: pa.Array, width: int) -> Sequence[pa.Array]:
     from pyarrow import compute
 
     values = column.flatten()
-    if not values.null_count:
-        return [pa.array(each) for each in _by_column(values.to_numpy(), width)]
-    missing: npt.NDArray[np.bool_] = values.is_null().to_numpy(zero_copy_only=False)
-    filled = compute.fill_null(values, 0).to_numpy()
+    missing: list[Any] = [None] * width
+    if values.null_count:
+        missing = list(np.ascontiguousarray(values.is_null().to_numpy(zero_copy_only=False).reshape(-1, width).T))
+        values = compute.fill_null(values, 0)
+    columns = np.ascontiguousarray(values.to_numpy().reshape(-1, width).T)
     # with from_pandas, the default if there is a mask, NaN would become null too
-    return [
-        pa.array(each, mask=mask, from_pandas=False)
-        for each, mask in zip(_by_column(filled, width), _by_column(missing, width), strict=True)
-    ]
-
-
-def _by_column(values: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
-    return np.ascontiguousarray(values.reshape(-1, width).T)
+    return [pa.array(each, mask=mask, from_pandas=False) for each, mask in zip(columns, missing, strict=True)]

@@ -25,13 +25,9 @@ RECEIPT_SCHEMA = "receipt string"
 
 
 def validation_rows(fraction: float, seed: int, partition: int, first_row: int, rows: int) -> npt.NDArray[np.bool_]:
-    """Return which of `rows` rows of a partition, from `first_row` on, belong to the split "validation".
-
-    A function of the rows' places, so that a repeated task decides alike.
-    """
-    return hashes(seeded_key(seed, partition), first_row, first_row + rows) < np.uint64(
-        min(int(fraction * 2.0**64), (1 << 64) - 1)
-    )
+    """Return which rows of a partition, from `first_row` on, are for validation: the same if a task is repeated."""
+    most = np.uint64(min(int(fraction * 2.0**64), (1 << 64) - 1))
+    return hashes(seeded_key(seed, partition), first_row, first_row + rows) < most
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +68,7 @@ class WriteTask:
     durable: bool = False  # files survive a power cut
 
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Write the batches of a partition, and return one row with the receipt.
-
-        Rows that cannot be stored are reported in it, not raised: Spark would repeat the task with the same result.
-        """
+        """Return a row with the receipt, also if rows cannot be stored: Spark would repeat a task that raises."""
         import pyarrow
         from pyspark import TaskContext
 
@@ -90,19 +83,16 @@ class WriteTask:
         splits = ("train",) if self.validation is None else ("train", "validation")
         writers: dict[str, ShardWriter] = {}
         try:
-            for batch in batches:
-                if not batch.num_rows:
-                    continue
+            for batch in filter(len, batches):
                 batch = arrived(batch, self.groups)
                 first_row = encoder.rows
                 block = encoder.encode(batch)
-                if not writers:
-                    assert encoder.layout is not None
-                    for split in splits:
-                        stem = f"{self.run}/{split}-{partition:05d}-{attempt}"
-                        writers[split] = ShardWriter(
-                            self.store, stem, encoder.layout, self.shard_bytes, durable=self.durable
-                        )
+                assert encoder.layout is not None
+                for split in splits if not writers else ():
+                    stem = f"{self.run}/{split}-{partition:05d}-{attempt}"
+                    writers[split] = ShardWriter(
+                        self.store, stem, encoder.layout, self.shard_bytes, durable=self.durable
+                    )
                 if self.validation is None:
                     writers["train"].write(block)
                 else:
@@ -114,10 +104,10 @@ class WriteTask:
                 writer.abort()
             if not isinstance(error, RowsRefused):
                 raise
-            faults = tuple(replace(fault, partition=partition) for fault in error.faults)
-            return Receipt(partition, encoder.rows, socket.gethostname(), encoder.layout, {}, faults)
-        written = {split: writer.close() for split, writer in writers.items()}
-        return Receipt(partition, encoder.rows, socket.gethostname(), encoder.layout, written)
+            written, faults = {}, tuple(replace(fault, partition=partition) for fault in error.faults)
+        else:
+            written, faults = {split: writer.close() for split, writer in writers.items()}, ()
+        return Receipt(partition, encoder.rows, socket.gethostname(), encoder.layout, written, faults)
 
     def _validation_rows(self, batch: Any, partition: int, first_row: int) -> Any:
         if not isinstance(self.validation, str):

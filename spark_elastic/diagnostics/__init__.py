@@ -5,14 +5,11 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from spark_elastic.diagnostics.findings import PROBLEM, Finding, Report
-from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.settings import whole_number
-from spark_elastic.wire.ports import valid_ports
+from spark_elastic.diagnostics.findings import Finding, Report
 
 __all__ = ["Finding", "Report", "doctor"]
 
@@ -49,31 +46,6 @@ def doctor(
     """
     from spark_elastic.diagnostics.examination import Examination
 
-    if num_proc is not None:
-        num_proc = whole_number("num_proc", num_proc, at_least=1)
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 1 <= timeout <= 3600:
-        raise InvalidSettingsError(f"timeout must be a number of seconds from 1 to 3600, not {timeout!r}")
-    for name, value in (("driver_port", driver_port), ("agent_ports", agent_ports)):
-        if value is not None:
-            valid_ports(name, value)
-    examination = Examination(
-        timeout,
-        num_proc=num_proc,
-        store=store,
-        storage_options=storage_options,
-        driver_port=driver_port,
-        agent_ports=agent_ports,
-    )
-
-    def examine() -> None:
-        examination.check_driver()
-        examination.check_cluster(spark)
-
-    # on a thread: a hanging JVM answers none of the calls that have no timeout
-    thread = threading.Thread(target=examine, name="spark_elastic doctor", daemon=True)
-    thread.start()
-    thread.join(timeout + 2.0)
-    if thread.is_alive():
-        fix = "give it more time; if Spark's driver JVM hangs, look at its thread dump (jstack) and log"
-        examination.add(Finding("deadline", PROBLEM, f"the checkup did not end within {timeout:.0f} s", fix))
+    examination = Examination(timeout, num_proc, store, storage_options, driver_port, agent_ports)
+    examination.run(contextlib.nullcontext(spark), "this machine", "the session")
     return examination.report()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -19,26 +22,26 @@ from spark_elastic.diagnostics.findings import OK, PROBLEM, WARNING, Finding, Re
 from spark_elastic.errors import InvalidSettingsError, JavaNotFoundError, SparkElasticError
 from spark_elastic.jobs.run import run_async
 from spark_elastic.membership.reasons import counted
+from spark_elastic.redaction import first_line
+from spark_elastic.settings import whole_number
 from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.java import check_java
 from spark_elastic.spark.session import checked_cluster
+from spark_elastic.wire.ports import valid_ports
 
-MOST_WORKERS = 32
-"""Workers of the job that is tried if `num_proc` is not given."""
+MOST_WORKERS = 32  # workers of the job that is tried if `num_proc` is not given
 SKEW_WARNING_S = 1.0
 SKEW_PROBLEM_S = 60.0
 OLDEST_TORCH = (2, 6)
-_OF_JOB = 0.75
-"""The part of the time limit in which the job has to be done; the rest is for ending it and for the store."""
+_OF_JOB = 0.75  # the part of the time limit in which the job has to be done; the rest is to end it, and for the store
 _PACKAGES = ("spark-elastic", "torch", "numpy", "cloudpickle", "pyspark", "pandas", "pyarrow", "tensorflow", "keras")
 
 
 @dataclass(eq=False)
 class Examination:
-    """One check-up of a driver and its cluster. The settings are those of `doctor`."""
+    """One check-up of a driver and its cluster. The settings are those of `doctor`, and so are the errors."""
 
-    timeout_s: float
-    _: KW_ONLY
+    timeout: float
     num_proc: int | None = None
     store: Any = None
     storage_options: Mapping[str, Any] | None = None
@@ -46,47 +49,78 @@ class Examination:
     agent_ports: int | str | None = None
 
     def __post_init__(self) -> None:
+        if self.num_proc is not None:
+            self.num_proc = whole_number("num_proc", self.num_proc, at_least=1)
+        seconds = self.timeout
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 1 <= seconds <= 3600:
+            raise InvalidSettingsError(f"timeout must be a number of seconds from 1 to 3600, not {seconds!r}")
+        for name, value in (("driver_port", self.driver_port), ("agent_ports", self.agent_ports)):
+            if value is not None:
+                valid_ports(name, value)
         self._began = clock.monotonic()
         self._findings: list[Finding] = []
+        self._width = 0  # workers of the job that is tried
 
     def report(self) -> Report:
         return Report(tuple(self._findings), clock.monotonic() - self._began)
 
-    def add(self, finding: Finding) -> None:
-        self._findings.append(finding)
+    def run(self, session: AbstractContextManager[Any], where: str, option: str) -> threading.Thread:
+        """Examine what `session`, the one at `where`, yields in time; return the thread, which may be closing it."""
+        opened, over = threading.Event(), threading.Event()
+
+        def examine() -> None:
+            try:
+                self._check("packages", judge_driver, platform.python_version(), installed_packages())
+                with contextlib.ExitStack() as closing:
+                    try:
+                        spark = closing.enter_context(session)
+                    except SparkElasticError as error:
+                        self._without_session(f"no session: {error}", "see the lines above, and Spark's own messages")
+                        return
+                    except Exception as error:  # of Spark's JVM, which has said more on stderr
+                        fix = f"check {option} and --conf, and Spark's own messages on stderr"
+                        self._without_session(f"no session on {where}: {first_line(error)}", fix)
+                        return
+                    opened.set()
+                    self._check_cluster(spark)
+                    over.set()  # before the session is closed
+            finally:
+                over.set()
+
+        # on a thread: a hanging JVM answers none of the calls that have no timeout
+        thread = threading.Thread(target=examine, name="spark_elastic doctor", daemon=True)
+        thread.start()
+        if not over.wait(self.timeout + 2.0):
+            if opened.is_set():
+                problem = f"the checkup did not end within {self.timeout:.0f} s"
+                fix = "give it more time; if Spark's driver JVM hangs, look at its thread dump (jstack) and log"
+                self._findings.append(Finding("deadline", PROBLEM, problem, fix))
+            else:
+                problem = f"no session on {where} within {self.timeout:.0f} s"
+                self._without_session(problem, "check that the master answers there; Spark says more on stderr")
+        return thread
 
     def _check(self, name: str, check: Callable[..., Finding], *args: Any) -> None:
         """Add the finding of `check(*args)`; an exception becomes a problem and does not stop the other checks."""
         try:
-            self.add(check(*args))
+            self._findings.append(check(*args))
         except Exception as error:
             told = isinstance(error, SparkElasticError)
             says = str(error) if told else f"this could not be looked at: {type(error).__name__}: {error}"
-            self.add(Finding(name, PROBLEM, says, f"docs/errors.md has {type(error).__name__}" if told else _OTHERS))
+            others = "see to the other findings first, then run the doctor again"
+            fix = f"docs/errors.md has {type(error).__name__}" if told else others
+            self._findings.append(Finding(name, PROBLEM, says, fix))
 
-    def _left_s(self) -> float:
-        """Return the seconds that the job may take."""
-        return max(_OF_JOB * self.timeout_s - (clock.monotonic() - self._began), 1.0)
-
-    # --- this machine -----------------------------------------------------------------------------
-
-    def check_driver(self) -> None:
-        """Check the driver's Python, without Spark."""
-        self._check("packages", judge_driver, platform.python_version(), installed_packages())
-
-    def check_without_spark(self, problem: str, fix: str) -> None:
-        """Run the checks that need no session, and report the problem for which there is no session."""
+    def _without_session(self, problem: str, fix: str) -> None:
+        """Run the checks that need no session, and report the problem for which there is none."""
         self._check("java", _java_here)
-        self.add(Finding("Spark", PROBLEM, problem, fix))
+        self._findings.append(Finding("Spark", PROBLEM, problem, fix))
 
-    # --- the cluster ------------------------------------------------------------------------------
-
-    def check_cluster(self, spark: Any) -> None:
-        """Check a session and its executors with a job, and the store."""
+    def _check_cluster(self, spark: Any) -> None:
         try:
             cluster = checked_cluster(spark)
         except Exception as error:
-            self.check_without_spark(str(error), "change the session as the line above says")
+            self._without_session(str(error), "change the session as the line above says")
             return
         try:
             self._check("java", _java_of, cluster)
@@ -97,9 +131,6 @@ class Examination:
             self._check("storage", self._check_store, cluster)
         finally:
             cluster.leave_thread()
-
-    _width = 0
-    """Workers of the job that is tried."""
 
     def _check_slots(self, cluster: Cluster) -> Finding:
         self._width = self.num_proc or 0
@@ -123,6 +154,7 @@ class Examination:
     def _check_job(self, cluster: Cluster) -> Finding:
         """Run a job of one all-reduce; judge what its workers say about themselves."""
         began = clock.wall()
+        until = self._began + _OF_JOB * self.timeout
         job = run_async(
             look_around,
             num_proc=self._width,
@@ -130,11 +162,11 @@ class Examination:
             spark=cluster,
             driver_port=self.driver_port,
             agent_ports=self.agent_ports,
-            start_timeout=self._left_s(),
+            start_timeout=max(until - clock.monotonic(), 1.0),
             verbose=0,
         )
         try:
-            reports = job.result(self._left_s())
+            reports = job.result(max(until - clock.monotonic(), 1.0))
         except TimeoutError:
             status = job.status()
             says = f"the job is not done after {clock.wall() - began:.0f} s: {status.phase}; {status.waiting_for}"
@@ -161,9 +193,6 @@ class Examination:
             fix = "name a store here and in estimators (store=...): a mounted folder, s3://, gs://, abfss://, hdfs://"
             return Finding("storage", WARNING, f"no store was named, and {error}", fix)
         return Finding("storage", OK, f"the driver and the executors see each other's files in {store.url}")
-
-
-_OTHERS = "see to the other findings first, then run the doctor again"
 
 
 def look_around() -> dict[str, Any]:
@@ -199,9 +228,6 @@ def installed_packages() -> dict[str, str]:
     return {name: version for name, version in found.items() if version is not None}
 
 
-# --- judgements ---------------------------------------------------------------------------------------
-
-
 def judge_driver(python: str, packages: Mapping[str, str]) -> Finding:
     """Judge the packages of the driver."""
     facts = {"python": python, "packages": dict(packages)}
@@ -214,7 +240,7 @@ def judge_driver(python: str, packages: Mapping[str, str]) -> Finding:
     if lacking:
         says = f"{says}; {' and '.join(lacking)} not installed here: estimators need all three, run only pyspark"
         level = PROBLEM if "pyspark" in lacking else WARNING
-        return Finding("packages", level, says, "pip install 'spark-elastic[spark]'", facts)
+        return Finding("packages", level, says, "install spark-elastic with the extra [spark]", facts)
     return Finding("packages", OK, says, facts=facts)
 
 
@@ -237,10 +263,7 @@ def judge_versions(python: str, packages: Mapping[str, str], reports: Sequence[M
 
 
 def judge_clocks(clocks: Mapping[str, float], began: float, ended: float) -> Finding:
-    """Compare the clocks of workers after an all-reduce with one another, and with the time that it can have been.
-
-    All times are seconds since the epoch; `began` and `ended` are the driver's, before and after the job.
-    """
+    """Compare the clocks of workers after an all-reduce with one another, and with the begin and end of the job."""
     middle = sorted(clocks.values())[len(clocks) // 2]
     # workers tell their time just after the all-reduce, so all of them at nearly the same moment
     off = {name: max(abs(at - middle), began - at, at - ended, 0.0) for name, at in clocks.items()}
@@ -258,11 +281,7 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:2])
 
 
-# --- Java and the session -----------------------------------------------------------------------------
-
-
 def _java_here() -> Finding:
-    """Find the Java that a new session on this machine would start with."""
     try:
         path = check_java()
     except JavaNotFoundError as error:
@@ -281,4 +300,5 @@ def _java_of(cluster: Cluster) -> Finding:
 
 def _spark_of(cluster: Cluster) -> Finding:
     facts = {"version": cluster.version, "master": cluster.master, "application": cluster.application}
-    return Finding("Spark", OK, cluster.in_words(), facts=facts)
+    where = "through Spark Connect" if cluster.remote else f"on {cluster.master}, {cluster.application}"
+    return Finding("Spark", OK, f"Spark {cluster.version} {where}", facts=facts)

@@ -12,19 +12,15 @@ from spark_elastic.wire.interfaces import is_ipv6, is_loopback
 from spark_elastic.wire.messages import AgentHello
 from spark_elastic.wire.ports import split_port, with_port
 
-PROBES_PER_NEWCOMER = 3
-"""The most agents on other hosts with which a new agent tries connections. A bad route shows with any of them."""
+PROBES_PER_NEWCOMER = 3  # agents on other hosts with which a new agent tries connections, at most
 
 
 @dataclass(frozen=True)
 class _AgentAddresses:
     host: str
-    channel_address: str
-    """Its address on the connection to the driver."""
-    candidates: tuple[str, ...]
-    """Addresses that the agent's workers may use, best first."""
-    probe_port: int
-    """The port at which the agent answers probes; 0 if it does not."""
+    channel_address: str  # its address on the connection to the driver
+    candidates: tuple[str, ...]  # addresses that the agent's workers may use, best first
+    probe_port: int  # the port at which the agent answers probes; 0 if it does not
 
 
 class AddressBook:
@@ -33,12 +29,9 @@ class AddressBook:
     def __init__(self, nics: Sequence[str] | None = None) -> None:
         self._nics = tuple(nics) if nics else None
         self._agents: dict[AgentId, _AgentAddresses] = {}
-        self._reached: set[str] = set()
-        """Addresses to which another agent could connect."""
-        self._unreached: set[str] = set()
-        """Addresses to which another agent could not connect."""
-        self._tried: set[str] = set()
-        """Addresses that were tried since `probe_again`: what was found before it counts until they are."""
+        self._reached: set[str] = set()  # addresses to which another agent could connect
+        self._unreached: set[str] = set()  # addresses to which another agent could not connect
+        self._tried: set[str] = set()  # since `probe_again`: what was found before counts until they are
 
     def joined(self, agent: AgentId, hello: AgentHello, channel_address: str) -> None:
         """Add an agent. Its address on the connection to the driver is preferred, because it is known to work.
@@ -134,27 +127,25 @@ class AddressBook:
         """
         known = [self._agents[agent] for agent in agents]
         one_host = len({each.host for each in known}) <= 1
-        best = [self._best(each, one_host) for each in known]
+        best = [self._best_first(each, one_host)[0] for each in known]
         mostly_ipv6 = sum(map(is_ipv6, best)) > len(best) / 2
         for ipv6 in (mostly_ipv6, not mostly_ipv6):
-            same = [self._best_of_protocol(each, one_host, ipv6) for each in known]
-            if None not in same:
-                best = [address for address in same if address is not None]
+            same = [self._best_first(each, one_host, ipv6) for each in known]
+            if all(same):
+                best = [addresses[0] for addresses in same]
                 break
         return dict(zip(agents, best, strict=True))
 
-    def _best(self, known: _AgentAddresses, one_host: bool) -> str:
+    def _best_first(self, known: _AgentAddresses, one_host: bool, ipv6: bool | None = None) -> list[str]:
+        """Return the addresses of an agent, the best first: all, or those of one protocol that are likely to work."""
         if one_host:
-            return known.candidates[0]
-        usable = [a for a in known.candidates if a not in self._unreached] or list(known.candidates)
-        return min(usable, key=lambda a: (a not in self._reached, usable.index(a)))
-
-    def _best_of_protocol(self, known: _AgentAddresses, one_host: bool, ipv6: bool) -> str | None:
-        """Return the best address of one protocol; None if there is none that can be expected to work."""
-        usable = [a for a in known.candidates if is_ipv6(a) == ipv6]
-        if not one_host:
-            usable = [a for a in usable if not is_loopback(a) and a not in self._unreached]
-        return min(usable, key=lambda a: (a not in self._reached and not one_host, usable.index(a)), default=None)
+            return [a for a in known.candidates if ipv6 in (None, is_ipv6(a))]
+        usable = [a for a in known.candidates if a not in self._unreached]
+        if ipv6 is None:
+            usable = usable or list(known.candidates)
+        else:
+            usable = [a for a in usable if is_ipv6(a) == ipv6 and not is_loopback(a)]
+        return sorted(usable, key=lambda a: a not in self._reached)
 
     def _targets(self, agent: AgentId, prober: AgentId) -> tuple[str, ...]:
         """Return where the prober has to try to reach the agent.

@@ -19,25 +19,19 @@ from spark_elastic import clock
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.peers import JobObserver, Peers
 from spark_elastic.driver.results import WorkerResults
-from spark_elastic.errors import (
-    JobCancelledError,
-    JobError,
-    SessionLostError,
-    SparkElasticError,
-    UserFunctionError,
-)
+from spark_elastic.errors import JobCancelledError, JobError, SessionLostError, SparkElasticError, UserFunctionError
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.deadlines import MachineClock
 from spark_elastic.membership.launcher import LaunchEnd, Launcher, OnEnded
 from spark_elastic.membership.machine import Membership
 from spark_elastic.membership.reasons import Wait, reported
+from spark_elastic.membership.registry import AT_INIT, DONE, READY, TRAINING
 from spark_elastic.membership.states import Phase
-from spark_elastic.membership.timeline import JobEnded, Record, Waiting
+from spark_elastic.membership.timeline import JobEnded, Waiting
 from spark_elastic.membership.topology import SlotId
 from spark_elastic.redaction import redacted
 from spark_elastic.reporting.announcer import Announcer
-from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.job_status import Document, JobStatus, StatusModel, WorkerStatus
 from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.settings import ElasticSettings
@@ -45,14 +39,10 @@ from spark_elastic.wire.messages import LaunchSpec
 
 logger = logging.getLogger(__name__)
 
-RESULTS_TIMEOUT_S = 300.0
-"""Seconds that the results of the finished workers may take to arrive through the launcher."""
-FAREWELL_TIMEOUT_S = 2.0
-"""Seconds that agents have to end by themselves before their launches are ended."""
+RESULTS_TIMEOUT_S = 300.0  # seconds that the results of the finished workers may take to arrive through the launcher
+FAREWELL_TIMEOUT_S = 2.0  # seconds that agents have to end by themselves before their launches are ended
 CLOSE_TIMEOUT_S = 3.0
-MAX_CLOCK_INTERVAL_S = 2.0
-"""Seconds between two readings of the clocks, which find the driver's own pauses."""
-_MOST_SLOTS_NAMED = 8
+MAX_CLOCK_INTERVAL_S = 2.0  # seconds between two readings of the clocks, which find the driver's own pauses
 _LOOK_S = 0.005
 
 
@@ -61,7 +51,6 @@ class EventSource(Protocol):
 
     def start(self, post: Callable[[seen.Event], None]) -> None:
         """Call `post`, from any thread, with each event from now on."""
-        ...
 
     def close(self) -> None: ...
 
@@ -96,29 +85,21 @@ class ElasticDriver:
         self._machine = Membership(settings)
 
         on_change = None if observer is None else observer.membership_changed
-        self._announcer = Announcer(spec.job, printer.say, verbose, progress, status, on_change)
-        self._peers = Peers(
-            spec, settings, self._launcher, self._announcer, printer, self._handle, self._fail, observer
-        )
-        self._launched: set[SlotId] = set()
-        """Slots whose launch has not ended."""
+        self.announcer = Announcer(spec.job, printer.say, verbose, progress, status, on_change)
+        self._peers = Peers(spec, settings, self._launcher, self.announcer, printer, self._handle, self._fail, observer)
+        self._launched: set[SlotId] = set()  # slots whose launch has not ended
         self._results = WorkerResults()
         self._read_clock_every_s = min(settings.heartbeat_interval_s, MAX_CLOCK_INTERVAL_S)
         self._machine_clock = MachineClock(self._read_clock_every_s)
-        self._alarms: dict[Callable[[], None], Alarm] = {}
-        """The next call of each function that is called at a time."""
+        self._alarm: asyncio.TimerHandle | None = None  # the next call of `_wake`
         self._ending = False
         self._failure: SparkElasticError | None = None
-        self._has_failed = False
-        """True once the failure is announced. The machine may not know of it."""
+        self._has_failed = False  # true once the failure is announced. The machine may not know of it
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ended: asyncio.Event
-        self._slots_over: asyncio.Event
-        self._cancelled: str | None = None
-        """The reason of a cancellation before `run`."""
+        self._ended, self._slots_over = asyncio.Event(), asyncio.Event()
+        self._cancelled: str | None = None  # the reason of a cancellation before `run`
         self._cancel_lock = threading.Lock()
-        self.stop_requested = threading.Event()
-        """Set by `cancel`, for waits before `run`."""
+        self.stop_requested = threading.Event()  # set by `cancel`, for waits before `run`
 
     # --- from any thread ----------------------------------------------------------------------------
 
@@ -137,25 +118,15 @@ class ElasticDriver:
 
     def note_waiting(self, wait: Wait, until: float | None = None) -> None:
         """Show a wait before `run`, with its deadline on this process's monotonic clock."""
-        self._announcer.announce(Waiting(clock.monotonic(), wait, until))
+        self.announcer.announce(Waiting(clock.monotonic(), wait, until))
         self._announce()
 
     def never_ran(self, error: BaseException) -> BaseException:
         """Record that the job ended before `run` was called. Returns the error to raise."""
-        with self._cancel_lock:
-            cancelled = self._cancelled
-        if cancelled is not None and isinstance(error, JobCancelledError):
-            error = JobCancelledError(cancelled)
+        if self._cancelled is not None and isinstance(error, JobCancelledError):
+            error = JobCancelledError(self._cancelled)
         self._announce_failure(error)
         return error
-
-    def events(self) -> list[Record]:
-        """Return the membership timeline so far. All times are seconds since the epoch."""
-        return self._announcer.timeline
-
-    def changes(self) -> list[MembershipChange]:
-        """Return the changes of the world so far. `at` is in seconds since the epoch."""
-        return self._announcer.changes
 
     @property
     def tasks_pending(self) -> int:
@@ -169,11 +140,11 @@ class ElasticDriver:
             round=registry.round,
             size=0 if world is None else world.size,
             progress=self._machine.progress,
-            waiting_for=self._announcer.waiting,
-            ready=registry.ready,
-            succeeded=registry.succeeded,
+            waiting_for=self.announcer.waiting,
+            ready=registry.count(AT_INIT, READY, TRAINING),
+            succeeded=registry.count(DONE),
             failed=registry.failed,
-            resets=registry.resets,
+            resets=max(0, registry.round - 1),
         )
 
     def workers(self) -> list[WorkerStatus]:
@@ -193,7 +164,7 @@ class ElasticDriver:
 
     def document(self, model: StatusModel) -> Document:
         """Return what the status page shows at this moment."""
-        return model.document(self.status(), self.workers(), self.changes(), clock.monotonic(), clock.wall())
+        return model.document(self.status(), self.workers(), self.announcer.changes, clock.monotonic(), clock.wall())
 
     def _call(self, function: Callable[..., None], *args: object) -> None:
         """Call `function` on the job's thread. No effect before `run` and after its end."""
@@ -214,16 +185,11 @@ class ElasticDriver:
         return asyncio.run(self._main())
 
     def close(self) -> None:
-        """Close the listening socket and the launcher of a driver whose `run` was never called.
-
-        Has no effect after `run`, which closes them itself.
-        """
+        """Close the socket and the launcher of a driver whose `run` was never called. `run` closes them itself."""
         self._listening.close()
         self._launcher.close(CLOSE_TIMEOUT_S)
 
     async def _main(self) -> list[bytes]:
-        self._ended = asyncio.Event()
-        self._slots_over = asyncio.Event()
         with self._cancel_lock:
             self._loop = asyncio.get_running_loop()
             cancelled = self._cancelled
@@ -231,16 +197,16 @@ class ElasticDriver:
             await self._peers.server.start(self._listening)
             for source in self._sources:
                 source.start(self.post)
-            self._keep_looking()
+            self._wake()
             self._handle(seen.JobStarted())
             if cancelled is not None:
                 self._handle(seen.CancelRequested(cancelled))
             await self._ended.wait()
             return await self._outcome()
         finally:
-            for alarm in self._alarms.values():
-                alarm.cancel()
-            self._announcer.print_changes(clock.monotonic(), last=True)
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self.announcer.print_changes(clock.monotonic(), last=True)
             closings = [source.close for source in self._sources]
             await close_side_by_side([*closings, lambda: self._launcher.close(CLOSE_TIMEOUT_S)])
             await self._peers.server.close()
@@ -258,14 +224,10 @@ class ElasticDriver:
             try:
                 await asyncio.wait_for(self._slots_over.wait(), timeout)
             except asyncio.TimeoutError:
-                named = sorted(self._launched)[:_MOST_SLOTS_NAMED]
-                more = f" and {len(self._launched) - len(named)} more" if len(self._launched) > len(named) else ""
-                logger.warning("slots %s%s did not end within %.0f s", named, more, timeout)
+                logger.warning("slots %s did not end within %.0f s", sorted(self._launched), timeout)
         if self._failure is not None:
             raise self._failure
         return self._results.in_rank_order()
-
-    # --- events in ----------------------------------------------------------------------------------
 
     def _handle(self, event: seen.Event) -> None:
         if self._has_failed:
@@ -273,15 +235,15 @@ class ElasticDriver:
         now = self._now()
         try:
             commands = self._machine.handle(event, now)
-            self._announcer.observe(event, commands, clock.monotonic())
+            self.announcer.observe(event, commands, clock.monotonic())
             for command in commands:
                 self._carry_out(command)
         except Exception as error:  # a bug in here must end the job, not let it wait for ever
             logger.exception("the driver failed on %r", event)
             self._fail(JobError(f"internal error in the driver on {event!r}: {error!r}"))
-        if not isinstance(event, (seen.WorkerAlive, seen.AgentAlive)) or self._announcer.pending:
+        if not isinstance(event, (seen.WorkerAlive, seen.AgentAlive)) or self.announcer.pending:
             self._announce()
-        self._expect_deadline()
+        self._wake_at(self._deadline())
 
     def _now(self) -> float:
         """Return the machine's time. Tells the machine first if this process was suspended since the last call."""
@@ -290,26 +252,32 @@ class ElasticDriver:
             self._handle(seen.DriverPaused(paused_s))
         return now
 
-    def _keep_looking(self) -> None:
-        self._now()
-        self._call_at(clock.monotonic() + self._read_clock_every_s, self._keep_looking)
-
-    def _expect_deadline(self) -> None:
-        """Have the machine get a `Tick` when its next deadline has come."""
+    def _deadline(self) -> float | None:
+        """Return the time of the monotonic clock at which the machine needs a `Tick`; None: it needs none."""
         deadline = None if self._ending else self._machine.next_deadline()
-        self._call_at(None if deadline is None else deadline + self._machine_clock.paused_s, self._on_deadline)
+        return None if deadline is None else deadline + self._machine_clock.paused_s
 
-    def _call_at(self, due: float | None, function: Callable[[], None]) -> None:
-        """Call a function at a time of the monotonic clock, or earlier, if it was due before; None: do not call it."""
-        if self._loop is not None:
-            self._alarms.setdefault(function, Alarm(self._loop, function)).set(due)
-
-    def _on_deadline(self) -> None:
-        now, deadline = self._now(), self._machine.next_deadline()
-        if deadline is not None and deadline > now:  # it has moved since, or the driver was paused
-            self._expect_deadline()
-        else:
+    def _wake(self) -> None:
+        """Look at the clocks, at the machine's next deadline and at the lines that are due."""
+        self._alarm = None
+        self._wake_at(clock.monotonic() + self._read_clock_every_s)
+        now, deadline = self._now(), self._deadline()
+        if deadline is not None and deadline <= now + self._machine_clock.paused_s:
             self._handle(seen.Tick())
+        else:  # it has moved since, or the driver was paused
+            self._wake_at(deadline)
+        self._announce()
+
+    def _wake_at(self, due: float | None) -> None:
+        """Have `_wake` called at a time of the monotonic clock, or earlier, if it is to be called before.
+
+        If the call were moved to the later time, a flow of heartbeats would put it off for as long as it lasts.
+        """
+        if self._loop is None or due is None or (self._alarm is not None and self._alarm.when() <= due):
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = self._loop.call_at(due, self._wake)
 
     def _on_launch_ended(self, end: LaunchEnd) -> None:
         """Called from the launcher's threads."""
@@ -320,12 +288,10 @@ class ElasticDriver:
         self._launched.discard(end.slot)
         self._results.slot_ended(end)
         if gone is not None:
-            self._fail(self._session_lost(gone))
+            self._fail(SessionLostError(reason=gone, progress=self._machine.progress))
         self._handle(seen.SlotEnded(end.slot, end.cause, end.submitted))
         if self._ending and not self._launched:  # before the end, slots that are over are launched again
             self._slots_over.set()
-
-    # --- commands out -------------------------------------------------------------------------------
 
     def _carry_out(self, command: do.Command) -> None:
         match command:
@@ -341,11 +307,12 @@ class ElasticDriver:
                 self._fail(error)
             case do.FailJob(error):  # if Spark itself is gone, that is why all workers are lost
                 gone = self._launcher.gone()
-                self._fail(error if gone is None else self._session_lost(gone))
+                progress = self._machine.progress
+                self._fail(error if gone is None else SessionLostError(reason=gone, progress=progress))
             case do.Announce(JobEnded()) if self._has_failed:
                 pass  # announced already, with its cause
             case do.Announce(record):
-                self._announcer.announce(record.shifted(self._machine_clock.paused_s))
+                self.announcer.announce(record.shifted(self._machine_clock.paused_s))
             case _:
                 self._peers.send(command)
 
@@ -358,9 +325,6 @@ class ElasticDriver:
             self._end(keep_results=False, why="the job was cancelled" if cancelled else "the job failed")
             self._announce_failure(error)
 
-    def _session_lost(self, why: str) -> SessionLostError:
-        return SessionLostError(reason=why, progress=self._machine.progress)
-
     def _end(self, *, keep_results: bool, why: str) -> None:
         self._ending = True
         self._peers.finish(keep_results=keep_results, why=why)
@@ -368,44 +332,13 @@ class ElasticDriver:
             self._launcher.withdraw(slot, reported(why))
         self._ended.set()
 
-    # --- for people ---------------------------------------------------------------------------------
-
     def _announce_failure(self, error: BaseException) -> None:
         self._has_failed = True
-        self._announcer.announce(JobEnded(clock.monotonic(), "failed", redacted(error) or type(error).__name__))
+        self.announcer.announce(JobEnded(clock.monotonic(), "failed", redacted(error) or type(error).__name__))
 
     def _announce(self) -> None:
         """Print the lines that are due, and have those that are not printed later."""
-        self._call_at(self._announcer.print_changes(clock.monotonic()), self._announce)
-
-
-class Alarm:
-    """A call at a time that may move. Moved to a later time, as by each heartbeat, it stays, and comes too early.
-
-    If it were moved, a flow of events without a pause would put it off for as long as it lasts.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
-        self._loop = loop
-        self._ring = ring
-        self._handle: asyncio.TimerHandle | None = None
-
-    def set(self, due: float | None) -> None:
-        """Ring at `due` at the latest, on the monotonic clock; None: there is no need to."""
-        if due is None:
-            self.cancel()
-        elif self._handle is None or due < self._handle.when():
-            self.cancel()
-            self._handle = self._loop.call_at(due, self._rings)
-
-    def cancel(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
-
-    def _rings(self) -> None:
-        self._handle = None
-        self._ring()
+        self._wake_at(self.announcer.print_changes(clock.monotonic()))
 
 
 async def close_side_by_side(closings: Sequence[Callable[[], None]]) -> None:

@@ -24,13 +24,12 @@ _EXPECTED = re.compile(
 """Written at each start, whatever TF_CPP_MIN_LOG_LEVEL says; and by torch when NCCL is asked for its error."""
 _TORCH = r"^(?:\[\w+\]:)?\[[WE]\d{4} [\d:.]+ "
 _PEER_GONE = re.compile(_TORCH + r"ProcessGroupNCCL\.cpp:\d+\] .*NCCL error: remote process exited")
-_LAST_ERROR = "Last error:"
 _OF_STACK = re.compile(r"^(?:nccl\w+: |Exception raised from |frame #\d+: )")
 _OF_TRACEBACK = re.compile(
     r"^(?:\s|$|Traceback \(most recent call last\):$|The above exception was the direct cause |"
     r"During handling of the above exception, |(?:[\w.]+\.)?HorovodInternalError: )"
 )
-_TRACEBACK = "Traceback (most recent call last):"
+_FIRST_LINE = re.compile(r"^Traceback \(most recent call last\):$")
 _LAST_LINE = re.compile(r"^(?:[\w.]+\.)?HorovodInternalError: .*\[lost peer \d+\]$")
 _AFTER_IT = re.compile(r"^$|^\t \[\[\{\{.*\}\}\]\]$")
 
@@ -46,6 +45,20 @@ class _At(enum.Enum):
     LAST_ERROR = enum.auto()  # NCCL's words for it follow
 
 
+_NEXT = {
+    _At.STACK: (
+        (re.compile("^Last error:$"), _At.LAST_ERROR),
+        (_OF_STACK, _At.STACK),
+        (re.compile("^$"), _At.END),
+    ),
+    _At.LAST_ERROR: ((re.compile(""), _At.STACK),),
+    _At.HEAD: ((_FIRST_LINE, _At.TRACEBACK), (_AFTER_IT, _At.END)),
+    _At.TRACEBACK: ((_LAST_LINE, _At.END), (_OF_TRACEBACK, _At.TRACEBACK)),
+    _At.END: ((_AFTER_IT, _At.END),),
+}
+"""The part that a line belongs to, by that of the line before; OTHER, if no pattern matches."""
+
+
 class ExpectedLines:
     """Filters the stderr of one worker: leaves out the frameworks' messages about steps that a loss interrupted."""
 
@@ -54,35 +67,10 @@ class ExpectedLines:
 
     def shown(self, lines: Iterable[str]) -> list[str]:
         """Return those of the next lines that are not left out."""
-        return [line for line in lines if self._is_shown(line)]
-
-    def _is_shown(self, line: str) -> bool:
-        if _EXPECTED.match(line):
-            return False
-        self._at = self._next(line)
-        return self._at is _At.OTHER
+        return [line for line in lines if not _EXPECTED.match(line) and self._next(line) is _At.OTHER]
 
     def _next(self, line: str) -> _At:
-        if _INTERRUPTED.match(line):
-            return _At.HEAD
-        if _PEER_GONE.match(line):
-            return _At.STACK
-        match self._at:
-            case _At.STACK if line == _LAST_ERROR:
-                return _At.LAST_ERROR
-            case _At.STACK if _OF_STACK.match(line):
-                return _At.STACK
-            case _At.LAST_ERROR:
-                return _At.STACK
-            case _At.STACK if not line:
-                return _At.END
-            case _At.HEAD if line == _TRACEBACK:
-                return _At.TRACEBACK
-            case _At.TRACEBACK if _LAST_LINE.match(line):
-                return _At.END
-            case _At.TRACEBACK if _OF_TRACEBACK.match(line):
-                return _At.TRACEBACK
-            case _At.HEAD | _At.END if _AFTER_IT.match(line):
-                return _At.END
-            case _:
-                return _At.OTHER
+        starts = ((_INTERRUPTED, _At.HEAD), (_PEER_GONE, _At.STACK))
+        patterns = (*starts, *_NEXT.get(self._at, ()))
+        self._at = next((at for pattern, at in patterns if pattern.match(line)), _At.OTHER)
+        return self._at

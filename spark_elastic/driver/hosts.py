@@ -20,7 +20,7 @@ from typing import Protocol
 from spark_elastic import clock
 from spark_elastic.errors import DiscoveryScriptError, InvalidSettingsError
 from spark_elastic.membership.events import HostsObserved
-from spark_elastic.membership.topology import HostSet
+from spark_elastic.membership.reasons import hosts_in_words
 from spark_elastic.wire.interfaces import address_of, is_address
 
 log = logging.getLogger(__name__)
@@ -36,13 +36,12 @@ class HostDiscovery(Protocol):
     """
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Return the slots of each host, preferred hosts first.
+        """Return the slots of each host.
 
         Raises:
             DiscoveryScriptError: The hosts could not be found. The first call of a job fails the job; after a later
                 one the last good answer remains valid and the call is repeated.
         """
-        ...
 
 
 class FixedHosts:
@@ -107,8 +106,7 @@ class HostDiscoveryScript:
 
     def interrupt(self) -> None:
         """Kill the script if it is running."""
-        process = self._running
-        if process is not None:
+        if (process := self._running) is not None:
             _kill_group(process)
 
     def _run(self) -> str:
@@ -173,43 +171,11 @@ def _kill_group(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-class HostAddresses:
-    """Translates the host names of a discovery into the addresses that agents report, with a function of the caller's.
-
-    The function returns the address that the agents on a host report; the name itself if it is unknown.
-    """
-
-    def __init__(self, address_of_host: Callable[[str], str] = address_of) -> None:
-        self._address_of_host = address_of_host
-        self._resolved: dict[str, str] = {}
-
-    def __call__(self, found: Mapping[str, int]) -> dict[str, int]:
-        """Return the slots of each address, in the same order; the slots of two names of one address are added.
-
-        A name that cannot be resolved at the moment keeps its last address, so a failing name server removes no host.
-
-        Raises:
-            InvalidSettingsError: `found` is not a mapping of host names to numbers of slots.
-        """
-        valid = isinstance(found, Mapping) and all(isinstance(host, str) for host in found)
-        if not valid or not all(isinstance(slots, int) and slots >= 0 for slots in found.values()):
-            example = "such as {'h1': 2}"
-            raise InvalidSettingsError(f"a host discovery must return the slots by host, {example}, not {found!r}")
-        by_address: dict[str, int] = {}
-        for host, slots in found.items():
-            address = self._address_of_host(host)
-            if is_address(address):
-                self._resolved[host] = address
-            else:
-                address = self._resolved.get(host, address)
-            by_address[address] = by_address.get(address, 0) + slots
-        return by_address
-
-
 class HostManager:
     """Polls a discovery in its own thread, so that a slow script blocks nothing, and reports changed answers.
 
     A discovery that fails is logged once; its last good answer remains valid. It is called for the first time at once.
+    `address_of_host` returns the address that the agents on a host report; the name itself if it is unknown.
 
     Raises:
         DiscoveryScriptError: The first call failed.
@@ -220,9 +186,10 @@ class HostManager:
         self, discovery: HostDiscovery, address_of_host: Callable[[str], str] = address_of, *, interval_s: float = 1.0
     ) -> None:
         self._discovery = discovery
-        self._addresses = HostAddresses(address_of_host)
+        self._address_of_host = address_of_host
+        self._resolved: dict[str, str] = {}
         self._interval_s = interval_s
-        self._hosts = HostSet().updated(self._addresses(discovery.find_available_hosts_and_slots()))
+        self._hosts = self._find()
         self._failure: str | None = None
         self._post: Callable[[HostsObserved], None]
         self._stopping = threading.Event()
@@ -231,7 +198,7 @@ class HostManager:
     def start(self, post: Callable[[HostsObserved], None]) -> None:
         """Call `post` with the first answer, then from the manager's thread with each answer that differs."""
         self._post = post
-        post(HostsObserved(dict(self._hosts.slots)))
+        post(HostsObserved(self._hosts))
         self._thread = threading.Thread(target=self._run, name="spark_elastic hosts", daemon=True)
         self._thread.start()
 
@@ -250,7 +217,7 @@ class HostManager:
     def poll(self) -> bool:
         """Call the discovery once; report a change, and return True if there is one. Called by the manager's thread."""
         try:
-            found = self._addresses(self._discovery.find_available_hosts_and_slots())
+            found = self._find()
         except Exception as error:
             if self._stopping.is_set():
                 return False
@@ -261,13 +228,32 @@ class HostManager:
         if self._failure is not None:
             log.info("host discovery works again")
             self._failure = None
-        after = self._hosts.updated(found)
-        if after == self._hosts or self._stopping.is_set():
+        if found == self._hosts or self._stopping.is_set():
             return False
-        log.info("the hosts to use have changed: %s", after)
-        self._hosts = after
-        self._post(HostsObserved(dict(after.slots)))
+        log.info("the hosts to use have changed: %s", hosts_in_words(found))
+        self._hosts = found
+        self._post(HostsObserved(found))
         return True
+
+    def _find(self) -> dict[str, int]:
+        """Call the discovery. Returns the slots of each address; those of two names of one address are added.
+
+        A name that cannot be resolved at the moment keeps its last address, so a failing name server removes no host.
+        """
+        found = self._discovery.find_available_hosts_and_slots()
+        valid = isinstance(found, Mapping) and all(isinstance(host, str) for host in found)
+        if not valid or not all(isinstance(slots, int) and slots >= 0 for slots in found.values()):
+            example = "such as {'h1': 2}"
+            raise InvalidSettingsError(f"a host discovery must return the slots by host, {example}, not {found!r}")
+        by_address: dict[str, int] = {}
+        for host, slots in found.items():
+            address = self._address_of_host(host)
+            if is_address(address):
+                self._resolved[host] = address
+            else:
+                address = self._resolved.get(host, address)
+            by_address[address] = by_address.get(address, 0) + slots
+        return {address: slots for address, slots in by_address.items() if slots}
 
     def _run(self) -> None:
         while not self._stopping.wait(self._interval_s):

@@ -40,8 +40,7 @@ class LocalLauncher:
     def __init__(
         self, hosts: Sequence[str] = ("127.0.0.1",), cores: int = 1, preimport: Sequence[str] | None = None
     ) -> None:
-        self.hosts = tuple(address_of(host) for host in hosts)
-        """The addresses that the agents report."""
+        self.hosts = tuple(address_of(host) for host in hosts)  # the addresses that the agents report
         self.cores = cores
         self.preimport = None if preimport is None else tuple(preimport)
 
@@ -84,11 +83,6 @@ class LocalAgents:
 
     def agent_present(self, slot: SlotId, present: bool) -> None:
         pass  # jobs do not share the slots of this machine
-
-    def agent_pids(self) -> dict[SlotId, int]:
-        """Return the process id of each slot's agent."""
-        with self._lock:
-            return {slot: process.pid for slot, process in self._processes.items()}
 
     def gone(self) -> str | None:
         return None

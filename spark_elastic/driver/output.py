@@ -21,17 +21,15 @@ from spark_elastic import clock
 from spark_elastic.data.store import Store
 from spark_elastic.redaction import redacted
 from spark_elastic.reporting.progress import ProgressModel, wrapped
-from spark_elastic.reporting.screens import PlainScreen, Screen, screen_for
+from spark_elastic.reporting.screens import Screen, screen_for
 
 # --- files (run(output_dir=...)) -----------------------------------------------------------------
 
 log = logging.getLogger(__name__)
 
 FLUSH_S = 2.0
-FLUSH_BYTES = 4 * 2**20
-"""Lines of this size are written before `FLUSH_S` have passed."""
-MAX_WAITING_BYTES = 64 * 2**20
-"""The limit for lines that are not written yet. Further lines are dropped, and the file says how many."""
+FLUSH_BYTES = 4 * 2**20  # lines of this size are written before `FLUSH_S` have passed
+MAX_WAITING_BYTES = 64 * 2**20  # of lines that are not written yet; further ones are dropped, and counted in the file
 CLOSE_S = 10.0
 
 
@@ -53,8 +51,7 @@ class _Dropped:
         return f"spark_elastic: {dropped}: they came faster than {target} took them"
 
 
-File = tuple[str, str]
-"""The process (its rank, or "slot 3" if it has none) and the stream."""
+File = tuple[str, str]  # the process (its rank, or "slot 3" if it has none) and the stream
 
 
 class OutputFiles:
@@ -136,30 +133,17 @@ class OutputFiles:
 MAX_QUEUED_LINES, MAX_QUEUED_BYTES = 20_000, 16 * 2**20
 """The limits for lines that are not printed yet. Further lines are dropped and counted, because a blocked terminal must
 not fill the driver's memory."""
-MAX_LINES_AT_ONCE = 200
-"""The most lines that are printed before the bar is drawn again."""
-LOOK_S = 0.25
-"""Seconds between two drawings of the bar."""
+MAX_LINES_AT_ONCE = 200  # the most lines that are printed before the bar is drawn again
+LOOK_S = 0.25  # seconds between two drawings of the bar
 
-_ESCAPES = re.compile(
+_ESCAPES = re.compile(  # what a terminal would obey
     "\x1b[\\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\\\)?"  # titles, links, strings for the terminal
     "|(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]?"  # colours, cursor
     "|\x1b[ -/]*[0-~]?"
     "|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 )
 
-Line = tuple[str, str]
-"""The stream and the text."""
-
-
-def printable(text: str) -> str:
-    """Return a text without what a terminal would obey: escape sequences and control characters."""
-    return text if text.isprintable() else _ESCAPES.sub("", text)
-
-
-def last_state(line: str) -> str:
-    """Return what a terminal shows of a line that was overwritten after carriage returns, as progress bars do."""
-    return next((each for each in reversed(line.split("\r")) if each.strip()), "") if "\r" in line else line
+Line = tuple[str, str]  # the stream and the text
 
 
 class OutputPrinter:
@@ -179,14 +163,12 @@ class OutputPrinter:
         self._targets = {"stdout": stdout, "stderr": stderr}
         self._progress = progress
         self._copy = copy
-        self._screen: Screen = PlainScreen() if progress is None else screen_for(stderr)
+        self._screen: Screen = Screen() if progress is None else screen_for(stderr)
         self._queue: queue.Queue[Line | None] = queue.Queue()
         self._bytes = 0
-        self._lock = threading.Lock()
-        """For `_bytes`, those of the queue, and `_dropped`."""
+        self._lock = threading.Lock()  # for `_bytes`, those of the queue, and `_dropped`
         self._dropped = _Dropped()
-        self._failed: set[str] = set()
-        """The streams, and the bar, that could not be written so far. Each is reported once."""
+        self._failed: set[str] = set()  # the streams, and the bar, whose failure was reported
         self._thread = threading.Thread(target=self._print, name="spark_elastic-output", daemon=True)
         self._thread.start()
 
@@ -204,21 +186,17 @@ class OutputPrinter:
         """Queue a line about the job; a long one as several lines."""
         self.line(wrapped(text, self._screen.columns), self._job_stream())
 
-    def keep(self, process: str, stream: str, text: str) -> None:
-        """Write lines of a worker into the files alone, because they are shown in another way."""
-        if self._copy is not None:
-            for line in text.splitlines():
-                self._copy(process, stream, line)
-
     def worker_lines(self, process: str, stream: str, lines: Sequence[str], shown: Sequence[str] | None = None) -> None:
         """Queue lines of a worker: `shown` (default: all) to be printed, and all of them to be written into the files.
 
         `process` is its rank, or "slot 3" before it has one.
         """
         for text in lines if shown is None else shown:
-            self.line(f"[{process}]<{stream}>:{last_state(text)}", stream)
-        for text in lines:
-            if self._copy is not None:
+            if "\r" in text:  # as of progress bars: a terminal shows what was written last
+                text = next((each for each in reversed(text.split("\r")) if each.strip()), "")
+            self.line(f"[{process}]<{stream}>:{text}", stream)
+        if self._copy is not None:
+            for text in lines:
                 self._copy(process, stream, text)
 
     def close(self, timeout_s: float = 2.0) -> None:
@@ -274,7 +252,7 @@ class OutputPrinter:
                 self._screen.show(view)
         except Exception as error:  # whatever is wrong with the bar, lines must still be printed
             self._report_failure("the bar", error)
-            self._screen = PlainScreen()
+            self._screen = Screen()
 
     def _write(self, lines: list[Line]) -> None:
         rest = iter(lines)
@@ -282,7 +260,7 @@ class OutputPrinter:
             self._screen.lines(lambda: self._write_lines(rest))
         except Exception as error:
             self._report_failure("the bar", error)
-            self._screen = PlainScreen()
+            self._screen = Screen()
             self._write_lines(rest)
 
     def _write_lines(self, lines: Iterator[Line]) -> None:
@@ -293,7 +271,7 @@ class OutputPrinter:
             try:
                 # looked up for each line: notebooks replace sys.stdout from cell to cell
                 target = self._targets[stream] or getattr(sys, stream)
-                target.write(printable(text) + "\n")
+                target.write((text if text.isprintable() else _ESCAPES.sub("", text)) + "\n")
                 written[stream] = target
                 if dropped:
                     target.write(dropped + "\n")

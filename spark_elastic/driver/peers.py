@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,13 +32,11 @@ from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.history import Row
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire import messages as wire
-from spark_elastic.wire.admission import most_handshakes
 from spark_elastic.wire.messages import LaunchSpec
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_S = 5.0
-"""Seconds for which messages of a worker are still read after its process has ended."""
+LAST_WORDS_S = 5.0  # seconds for which messages of a worker are still read after its process has ended
 
 
 class JobObserver(Protocol):
@@ -49,15 +47,12 @@ class JobObserver(Protocol):
 
         `answer`, if there is one, has to be called on any thread, with the reason to end the training or "".
         """
-        ...
 
     def membership_changed(self, change: MembershipChange) -> None:
         """Take a change of the workers, once it is announced."""
-        ...
 
     def job_over(self) -> None:
         """Learn that nothing comes any more."""
-        ...
 
 
 @dataclass(eq=False)
@@ -69,50 +64,28 @@ class Peers:
     launcher: Launcher
     announcer: Announcer
     printer: OutputPrinter
-    handle: Callable[[seen.Event], None]
-    """Called with each event for the membership machine."""
-    fail: Callable[[SparkElasticError], None]
-    """Called with an error that ends the job."""
+    handle: Callable[[seen.Event], None]  # called with each event for the membership machine
+    fail: Callable[[SparkElasticError], None]  # called with an error that ends the job
     observer: JobObserver | None = None
 
     def __post_init__(self) -> None:
-        self.server = RendezvousServer(
-            self.spec.key,
-            self,
-            heartbeat_interval_s=self.settings.heartbeat_interval_s,
-            silence_limit_s=self.settings.driver_silence_s,
-            stall_timeout_s=self.settings.stall_timeout_s,
-            encrypt=self.spec.encrypt,
-            max_unauthenticated=most_handshakes(self.settings.max_num_proc),
-        )
-        self.agents: set[AgentId] = set()
-        """Agents that are connected and usable."""
-        self._slot_of: dict[AgentId, SlotId] = {}
-        """Slots of all connected agents, also of those that were sent away."""
-        self._agents_in: Counter[SlotId] = Counter()
-        """The number of usable agents in each slot: two while Spark runs a task again."""
-        self._agent_of: dict[WorkerId, AgentId] = {}
-        """Agents of the workers that were started and are not gone."""
-        self._workers_of: defaultdict[AgentId, set[WorkerId]] = defaultdict(set)
-        """The same by agent."""
+        self.server = RendezvousServer(self.spec.key, self, self.settings, encrypt=self.spec.encrypt)
+        self.agents: set[AgentId] = set()  # agents that are connected and usable
+        self._slot_of: dict[AgentId, SlotId] = {}  # slots of all connected agents, also of those that were sent away
+        self._agent_of: dict[WorkerId, AgentId] = {}  # agents of the workers that were started and are not gone
+        self._workers_of: defaultdict[AgentId, set[WorkerId]] = defaultdict(set)  # the same by agent
+        #: The filters of the workers' stderr.
         self._shown: defaultdict[WorkerId, ExpectedLines] = defaultdict(ExpectedLines)
-        """The filters of the workers' stderr."""
         self._addresses = AddressBook(self.spec.nics)
-        self._listens: dict[AgentId, str] = {}
-        """The address at which each agent's worker listens in the newest world."""
-        self._without_interface: set[SlotId] = set()
-        """Slots whose last agent had no usable interface."""
+        self._listens: dict[AgentId, str] = {}  # the address at which each agent's worker listens in the newest world
+        self._without_interface: set[SlotId] = set()  # slots whose last agent had no usable interface
         self._loop_results = LoopResults()
-        self.world: World | None = None
-        """The newest world; None before the first."""
-        self._ending = False
-        """True once the job is over: agents that still come are sent away."""
+        self.world: World | None = None  # the newest world; None before the first
+        self._ending = False  # true once the job is over: agents that still come are sent away
 
-    # --- the driver's side ----------------------------------------------------------------------------
-
-    def slots(self) -> frozenset[SlotId]:
+    def slots(self) -> set[SlotId]:
         """Return the slots that have a usable agent."""
-        return frozenset(self._agents_in)
+        return {self._slot_of[agent] for agent in self.agents}
 
     def slots_of(self, workers: Iterable[WorkerId]) -> dict[SlotId, WorkerId]:
         """Return the slots in which these workers run."""
@@ -150,8 +123,7 @@ class Peers:
             case do.DismissAgent(agent, cause):
                 self.server.to_agent(agent, wire.FinishAgent(False, loss_in_words(cause)))
             case do.TryConnections():
-                for prober, targets in self._addresses.probe_again():
-                    self.server.to_agent(prober, wire.ProbePeers(targets))
+                self._probe(self._addresses.probe_again())
             case _:
                 raise TypeError(f"{type(command).__name__} is not a message to an agent or a worker")
 
@@ -161,38 +133,34 @@ class Peers:
         self._listens = self._addresses.choose([self._agent_of[member.worker] for member in world.members])
         self.server.publish(wire.WorldAssigned(world, tuple(self._listens.values())))
 
-    # --- agents -----------------------------------------------------------------------------------------
-
     def agent_joined(self, agent: AgentId, hello: wire.AgentHello, address: str) -> None:
         """Handle a new agent. `address` is the agent's own address on this connection."""
-        self._slot_of[agent] = hello.place.slot
-        if not self._ending and not self.launcher.admit(hello.place.slot, hello.launch):
+        slot = self._slot_of[agent] = hello.place.slot
+        if not self._ending and not self.launcher.admit(slot, hello.launch):
             self.server.to_agent(agent, wire.FinishAgent(False, "its launch is over"))
             return  # the machine does not know it: its messages until it has gone have no effect
         self.agents.add(agent)
-        self._agents_in[hello.place.slot] += 1
-        self._tell_launcher(hello.place.slot, True)
         if self._ending:
             self.server.to_agent(agent, wire.FinishAgent(False, "the job is over"))
             return
+        self.launcher.agent_present(slot, True)
         try:
             self._addresses.joined(agent, hello, address)
         except (UnknownInterfaceError, PortsTakenError) as error:
-            self._dismiss_unusable(agent, hello.place.slot, error)
+            self._without_interface.add(slot)
+            usable = self.settings.max_num_proc - len(self._without_interface)
+            if self.world is None and usable < self.settings.min_num_proc:
+                self.fail(error)
+            else:
+                self._send_away(agent, error)
             return
-        self._without_interface.discard(hello.place.slot)
-        for prober, targets in self._addresses.probes_for(agent):
-            self.server.to_agent(prober, wire.ProbePeers(targets))
+        self._without_interface.discard(slot)
+        self._probe(self._addresses.probes_for(agent))
         self.handle(seen.AgentJoined(agent, hello.place))
 
-    def _dismiss_unusable(self, agent: AgentId, slot: SlotId, error: SparkElasticError) -> None:
-        """Dismiss an agent without a usable interface or port, or fail the job if too few slots are left at first."""
-        self._without_interface.add(slot)
-        usable = self.settings.max_num_proc - len(self._without_interface)
-        if self.world is None and usable < self.settings.min_num_proc:
-            self.fail(error)
-        else:
-            self._send_away(agent, error)
+    def _probe(self, asked: Iterable[tuple[AgentId, tuple[str, ...]]]) -> None:
+        for agent, targets in asked:
+            self.server.to_agent(agent, wire.ProbePeers(targets))
 
     def _send_away(self, agent: AgentId, error: SparkElasticError) -> None:
         logger.warning("an agent is sent away: %s", error)
@@ -214,22 +182,18 @@ class Peers:
             else:  # its worker may hold the state, and the others are too few: the interface may come back
                 logger.warning("an interface is gone, and is waited for: %s", error)
             return
-        for prober, targets in self._addresses.probes_for(agent):
-            self.server.to_agent(prober, wire.ProbePeers(targets))
+        self._probe(self._addresses.probes_for(agent))
         if agent in self._listens and not self._addresses.has(agent, self._listens[agent]):
             for worker in tuple(workers):
                 self.handle(seen.AddressLost(worker))
 
     def _vacate(self, slot: SlotId) -> None:
-        """Count one usable agent less in the slot."""
-        self._agents_in[slot] -= 1
-        if not self._agents_in[slot]:
-            del self._agents_in[slot]
-            self._tell_launcher(slot, False)
+        """Tell the launcher if the slot has no usable agent any more; it may have two while Spark runs a task again.
 
-    def _tell_launcher(self, slot: SlotId, present: bool) -> None:
-        if not self._ending:  # a job that ends needs no agents: the launcher shall not gather new ones
-            self.launcher.agent_present(slot, present)
+        A job that ends needs no agents: the launcher shall not gather new ones.
+        """
+        if not self._ending and slot not in self.slots():
+            self.launcher.agent_present(slot, False)
 
     def agent_said(self, agent: AgentId, message: wire.Message) -> None:
         match message:
@@ -242,7 +206,9 @@ class Peers:
             case wire.WorkerExited(worker, exit_code, stderr_tail, oom_kills, memory):
                 if self._agent_of.get(worker) == agent:
                     # its own connection closes by itself; its last messages may still be on the way
-                    asyncio.get_running_loop().call_later(LAST_WORDS_S, self._forget_worker, worker)
+                    asyncio.get_running_loop().call_later(
+                        LAST_WORDS_S, self._forget_worker, worker, "its process is gone"
+                    )
                     cause = LossCause(LossKind.EXITED, code=exit_code)
                     self.handle(seen.WorkerLost(worker, cause, stderr_tail, oom_kills, memory))
             case wire.FunctionWanted(start):
@@ -251,7 +217,7 @@ class Peers:
             case wire.OutputLines(worker, stream, lines):
                 shown = self._shown[worker].shown(lines) if stream == "stderr" else lines
                 self.printer.worker_lines(self._name_of(worker, agent), stream, lines, shown)
-            case wire.ResultStored(worker, _, in_loop, run):
+            case wire.ResultStored(worker, in_loop, run):
                 self.handle(seen.WorkerDone(worker, in_loop, run))
             case wire.PeersReachable(tried, reachable):
                 self._addresses.answered(tried, reachable)
@@ -269,13 +235,9 @@ class Peers:
         if was_used:
             self._vacate(slot)
         for worker in self._workers_of.pop(agent, ()):
-            del self._agent_of[worker]
-            self._shown.pop(worker, None)
-            self.server.drop_worker(worker, "its agent is gone")
+            self._forget_worker(worker, "its agent is gone")
         self._addresses.remove(agent)
         self._listens.pop(agent, None)
-
-    # --- workers ----------------------------------------------------------------------------------------
 
     def worker_expected(self, worker: WorkerId) -> bool:
         """Return True if this worker was started and is not gone. The server turns away all others."""
@@ -295,7 +257,7 @@ class Peers:
                     self.server.to_worker(behind, message)
             case wire.Raised(error_type, error, traceback, exit_code):
                 if (agent := self._agent_of.get(worker)) is not None:
-                    self.printer.keep(self._name_of(worker, agent), "stderr", traceback)
+                    self.printer.worker_lines(self._name_of(worker, agent), "stderr", traceback.splitlines(), shown=())
                 self.handle(seen.WorkerRaised(worker, error_type, error, traceback, exit_code))
             case wire.LiveProgress():
                 if self.world is not None and self.world.members[0].worker == worker:
@@ -336,12 +298,12 @@ class Peers:
     def worker_gone(self, worker: WorkerId, why: str) -> None:
         self.handle(seen.WorkerLost(worker, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
 
-    def _forget_worker(self, worker: WorkerId) -> None:
+    def _forget_worker(self, worker: WorkerId, why: str) -> None:
         agent = self._agent_of.pop(worker, None)
-        if agent is not None:
+        if agent is not None and agent in self._workers_of:
             self._workers_of[agent].discard(worker)
         self._shown.pop(worker, None)
-        self.server.drop_worker(worker, "its process is gone")
+        self.server.drop_worker(worker, why)
 
     def _name_of(self, worker: WorkerId, agent: AgentId) -> str:
         """Return the label of output lines: the worker's rank, or its slot before it has one."""

@@ -9,9 +9,9 @@ from typing import Any
 
 from spark_elastic.errors import NotPicklableError
 from spark_elastic.redaction import first_line
+from spark_elastic.wire.pickling import dumps
 
-_MAX_PARTS = 200
-"""Parts of an object that are searched for one that cannot be pickled."""
+_MAX_PARTS = 200  # parts of an object that are searched for one that cannot be pickled
 
 
 def pickled(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> bytes:
@@ -21,8 +21,6 @@ def pickled(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[
         NotPicklableError: Names the object inside the call that cannot be pickled, and the path to it
             (`fn → model → lock`).
     """
-    from spark_elastic.wire.pickling import dumps
-
     call = (fn, tuple(args), dict(kwargs or {}))
     try:
         return dumps(call)
@@ -41,13 +39,9 @@ def _find_culprit(call: tuple[Any, Any, Any], error: Exception) -> tuple[str, An
     fn, args, kwargs = call
     path = f"function {getattr(fn, '__qualname__', type(fn).__name__)}"
     found = path, fn, first_line(error)  # if each part can be pickled, but not all together
-    parts: Iterator[tuple[str, Any]] = iter(
-        [
-            (path, fn),
-            *((f"args[{index}]", value) for index, value in enumerate(args)),
-            *((f"kwargs[{key!r}]", value) for key, value in kwargs.items()),
-        ]
-    )
+    in_args = ((f"args[{index}]", value) for index, value in enumerate(args))
+    in_kwargs = ((f"kwargs[{key!r}]", value) for key, value in kwargs.items())
+    parts: Iterator[tuple[str, Any]] = itertools.chain([(path, fn)], in_args, in_kwargs)
     outer = ""
     seen: set[int] = set()
     while True:
@@ -63,8 +57,6 @@ def _find_culprit(call: tuple[Any, Any, Any], error: Exception) -> tuple[str, An
 
 
 def _why_not(value: Any) -> str | None:
-    from spark_elastic.wire.pickling import dumps
-
     try:
         dumps(value)
     except Exception as error:

@@ -1,7 +1,7 @@
 """RendezvousServer: the driver's end of the connections to agents and workers, and the key-value store under Gloo.
 
-It authenticates peers, identifies them by their first message, and passes further messages to its `Peers`. It runs
-on the driver's event loop; every method must be called there.
+It authenticates peers, identifies them by their first message, and passes further messages to its `Listener`. It
+runs on the driver's event loop; every method must be called there.
 """
 
 from __future__ import annotations
@@ -10,33 +10,28 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from spark_elastic.errors import ProtocolError
 from spark_elastic.membership.topology import AgentId, WorkerId
+from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.admission import MAX_UNAUTHENTICATED, Admission
 from spark_elastic.wire.channel import MessageStream
 from spark_elastic.wire.encoding import encode
 
-if TYPE_CHECKING:
-    from spark_elastic.driver.peers import Peers
-
-MAX_ROUND_BYTES = 64 * 2**20
-"""The members of a group send about 100 bytes each. The limit is for broken workers, which could fill the memory."""
-HELLO_TIMEOUT_S = 60.0
-"""Agents and workers send their hello as soon as they are authenticated."""
-
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False, slots=True)
-class _Gathering:
-    """The values of a group's members so far, each with how to answer the member that has sent it."""
+class Listener(Protocol):
+    """The receiver of what agents and workers send: `peers.Peers`."""
 
-    size: int
-    members: dict[int, tuple[str, Callable[[bytes], None]]] = field(default_factory=dict)
+    def agent_joined(self, agent: AgentId, hello: wire.AgentHello, address: str) -> None: ...
+    def agent_said(self, agent: AgentId, message: wire.Message) -> None: ...
+    def agent_gone(self, agent: AgentId, why: str) -> None: ...
+    def worker_expected(self, worker: WorkerId) -> bool: ...
+    def worker_said(self, worker: WorkerId, message: wire.Message) -> None: ...
+    def worker_gone(self, worker: WorkerId, why: str) -> None: ...
 
 
 class RoundKeyValues:
@@ -45,11 +40,11 @@ class RoundKeyValues:
     def __init__(self) -> None:
         self._round = 0
         self._values: dict[str, bytes] = {}
-        self._bytes = 0
+        #: The functions that answer the requests for a key, by key.
         self._waiting: dict[str, list[Callable[[bytes], None]]] = {}
-        """The functions that answer the requests for a key, by key."""
-        self._gatherings: dict[str, _Gathering] = {}
-        """The groups of which not all members have sent their values."""
+        #: Of the groups of which not all members have sent their values, by name: the size, and by rank the values so
+        #: far, each with the function that answers its sender.
+        self._gatherings: dict[str, tuple[int, dict[int, tuple[str, Callable[[bytes], None]]]]] = {}
 
     def start_round(self, round: int) -> None:
         """Drop the values and the waiting requests of the previous round."""
@@ -57,17 +52,11 @@ class RoundKeyValues:
         self._values.clear()
         self._waiting.clear()
         self._gatherings.clear()
-        self._bytes = 0
 
     def set(self, round: int, key: str, value: bytes) -> None:
-        """Store a value, and answer the requests that waited for it.
-
-        Raise ProtocolError, and store nothing, if the round would have more than `MAX_ROUND_BYTES` then.
-        """
+        """Store a value, and answer the requests that waited for it."""
         if round != self._round:
             return  # a late message of a round that is over
-        replaced = len(key) + len(self._values[key]) if key in self._values else 0
-        self._store(len(key) + len(value) - replaced)
         self._values[key] = value
         for answer in self._waiting.pop(key, ()):
             answer(value)
@@ -86,65 +75,39 @@ class RoundKeyValues:
         them all.
 
         Raises:
-            ProtocolError: The members disagree about the size of their group, or the round has stored too much.
+            ProtocolError: The members disagree about the size of their group.
         """
         if sent.round != self._round:
             return  # a late message of a round that is over
-        group = self._gatherings.get(sent.name, _Gathering(sent.size))
-        if group.size != sent.size:
-            raise ProtocolError(f"a member of {sent.name!r:.80} says that it has {sent.size} members, not {group.size}")
-        replaced = len(sent.name) + len(group.members[sent.rank][0]) if sent.rank in group.members else 0
-        self._store(len(sent.name) + len(sent.value) - replaced)
-        self._gatherings[sent.name] = group
-        group.members[sent.rank] = sent.value, answer
-        if len(group.members) == group.size:
+        size, members = self._gatherings.setdefault(sent.name, (sent.size, {}))
+        if size != sent.size:
+            raise ProtocolError(f"a member of {sent.name!r:.80} says that it has {sent.size} members, not {size}")
+        members[sent.rank] = sent.value, answer
+        if len(members) == size:
             del self._gatherings[sent.name]
-            values = tuple(group.members[rank][0] for rank in range(group.size))
-            self._bytes -= sum(len(sent.name) + len(value) for value in values)  # none of them is kept
+            values = tuple(members[rank][0] for rank in range(size))
             body = encode(wire.KvGathered(sent.round, sent.name, values))
-            for _, each in group.members.values():
+            for _, each in members.values():
                 each(body)
-
-    def _store(self, size: int) -> None:
-        """Count `size` more bytes of this round. Raises: ProtocolError: they are too many; they are not counted."""
-        if self._bytes + size > MAX_ROUND_BYTES:
-            raise ProtocolError(f"round {self._round} stored more than {MAX_ROUND_BYTES} bytes of rendezvous data")
-        self._bytes += size
 
 
 class RendezvousServer:
     """Accepts agents and workers, which must prove to have the job's key, and sends messages to them by their ids.
 
-    The welcome has the heartbeat interval and the setting `stall_timeout`. Peers take this side for lost when they were
-    without a message for `silence_limit_s` and a heartbeat interval. Channels are encrypted if both ends have
-    `encrypt`. A peer that has authenticated, and not sent its hello within `hello_timeout_s`, is dropped.
+    Peers take this side for lost when they were without a message for `settings.driver_silence_s` and a heartbeat
+    interval. Channels are encrypted if both ends have `encrypt`.
     """
 
-    def __init__(
-        self,
-        key: bytes,
-        listener: Peers,
-        *,
-        heartbeat_interval_s: float,
-        silence_limit_s: float,
-        stall_timeout_s: float,
-        encrypt: bool = False,
-        max_unauthenticated: int = MAX_UNAUTHENTICATED,
-        hello_timeout_s: float = HELLO_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, key: bytes, listener: Listener, settings: ElasticSettings, *, encrypt: bool = False) -> None:
         self._key = key
         self._encrypt = encrypt
         self._listener = listener
-        self._admission = Admission(self._new_stream, max_unauthenticated)
-        self._hello_timeout_s = hello_timeout_s
+        self._admission = Admission(self._new_stream, max(MAX_UNAUTHENTICATED, 2 * settings.max_num_proc))
         # the last answer before a pause of this side may be an interval old
-        limit_s = silence_limit_s + heartbeat_interval_s
-        self._agent_welcome = wire.AgentWelcome(heartbeat_interval_s, limit_s)
-        self._worker_welcome = wire.WorkerWelcome(heartbeat_interval_s, limit_s, stall_timeout_s)
-        self._serving = False
+        limit_s = settings.driver_silence_s + settings.heartbeat_interval_s
+        self._welcome = wire.Welcome(settings.heartbeat_interval_s, limit_s, settings.stall_timeout_s)
         self._key_values = RoundKeyValues()
-        self._unnamed: dict[MessageStream, asyncio.TimerHandle] = {}
-        """Authenticated connections without a hello, with the timers that close them."""
+        self._unnamed: set[MessageStream] = set()  # authenticated connections that have sent no hello yet
         self._agents: dict[AgentId, MessageStream] = {}
         self._workers: dict[WorkerId, MessageStream] = {}
         self._agent_of: dict[MessageStream, AgentId] = {}
@@ -154,13 +117,9 @@ class RendezvousServer:
     async def start(self, sock: socket.socket) -> None:
         """Serve on a bound socket."""
         self._admission.start(sock)
-        self._serving = True
 
     async def close(self) -> None:
-        """Stop listening and close every connection. `Peers` is not called."""
-        if not self._serving:
-            return
-        self._serving = False
+        """Stop listening and close every connection. The listener is not called."""
         streams = [*self._admission.close(), *self._unnamed, *self._agent_of, *self._worker_of]
         self._agent_of.clear()
         self._worker_of.clear()
@@ -170,15 +129,13 @@ class RendezvousServer:
         for stream in streams:
             stream.abort("the job is over")
 
-    # --- to peers -----------------------------------------------------------------------------------
-
     def to_agent(self, agent: AgentId, message: wire.Message) -> None:
-        """Send a message. Does nothing if the agent is gone, which `Peers.agent_gone` has reported."""
+        """Send a message. Does nothing if the agent is gone, which `agent_gone` has reported."""
         if agent in self._agents:
             self._agents[agent].send(message)
 
     def to_worker(self, worker: WorkerId, message: wire.Message) -> None:
-        """Send a message. Does nothing if the worker is gone, which `Peers.worker_gone` has reported."""
+        """Send a message. Does nothing if the worker is gone, which `worker_gone` has reported."""
         if worker in self._workers:
             self._workers[worker].send(message)
 
@@ -195,19 +152,17 @@ class RendezvousServer:
         self.to_workers(assigned.world.workers, assigned)
 
     def drop_agent(self, agent: AgentId, why: str) -> None:
-        """Close an agent's connection without a message to it. `Peers.agent_gone` is called."""
+        """Close an agent's connection without a message to it. `agent_gone` is called."""
         if agent in self._agents:
             self._agents[agent].abort(why)
 
     def drop_worker(self, worker: WorkerId, why: str) -> None:
-        """Send a goodbye to a worker and close its connection. `Peers.worker_gone` is not called."""
+        """Send a goodbye to a worker and close its connection. `worker_gone` is not called."""
         stream = self._workers.pop(worker, None)
         if stream is not None:
             del self._worker_of[stream]
             stream.send(wire.Goodbye(why))
             stream.close()
-
-    # --- from peers ---------------------------------------------------------------------------------
 
     def _new_stream(self) -> MessageStream:
         return MessageStream(
@@ -222,9 +177,7 @@ class RendezvousServer:
 
     def _opened(self, stream: MessageStream) -> None:
         self._admission.settle(stream)
-        self._unnamed[stream] = asyncio.get_running_loop().call_later(
-            self._hello_timeout_s, stream.abort, "the peer did not send its hello in time"
-        )
+        self._unnamed.add(stream)
 
     def _received(self, stream: MessageStream, message: wire.Message) -> None:
         if stream in self._worker_of:
@@ -232,7 +185,7 @@ class RendezvousServer:
         elif stream in self._agent_of:
             self._listener.agent_said(self._agent_of[stream], message)
         elif stream in self._unnamed:
-            self._unnamed.pop(stream).cancel()
+            self._unnamed.remove(stream)
             self._named(stream, message)
 
     def _named(self, stream: MessageStream, message: wire.Message) -> None:
@@ -241,7 +194,7 @@ class RendezvousServer:
             self._next_agent += 1
             self._agents[agent] = stream
             self._agent_of[stream] = agent
-            stream.send(self._agent_welcome)
+            stream.send(self._welcome)
             self._listener.agent_joined(agent, message, stream.peer_address)
         elif isinstance(message, wire.WorkerHello):
             if message.worker in self._workers or not self._listener.worker_expected(message.worker):
@@ -250,7 +203,7 @@ class RendezvousServer:
                 return
             self._workers[message.worker] = stream
             self._worker_of[stream] = message.worker
-            stream.send(self._worker_welcome)
+            stream.send(self._welcome)
             self._listener.worker_said(message.worker, message)
         else:
             stream.abort(f"{type(message).__name__} before a hello")
@@ -271,7 +224,7 @@ class RendezvousServer:
 
     def _closed(self, stream: MessageStream, why: str) -> None:
         if stream in self._unnamed:
-            self._unnamed.pop(stream).cancel()
+            self._unnamed.remove(stream)
         elif stream in self._agent_of:
             agent = self._agent_of.pop(stream)
             del self._agents[agent]

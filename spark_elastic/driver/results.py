@@ -11,20 +11,16 @@ from spark_elastic.membership.topology import SlotId, WorkerId
 from spark_elastic.wire.messages import LoopResult
 
 MAX_LOOP_RESULTS_BYTES = 64 << 20
-_RESULT_NOT_IN_TIME = reported("its slot did not end in time")
 
 
 class WorkerResults:
     """The results of the finished workers, collected as their slots end."""
 
     def __init__(self) -> None:
-        self.expected: tuple[WorkerId, ...] | None = None
-        """The workers whose results the job returns, in rank order; None while the job is not finished."""
+        self.expected: tuple[WorkerId, ...] | None = None  # in rank order; None while the job is not finished
         self._by_worker: dict[WorkerId, bytes] = {}
-        self._due_in: dict[SlotId, WorkerId] = {}
-        """The slots that still have to deliver a result of the finished job."""
-        self._undelivered: dict[WorkerId, LossCause] = {}
-        """The cause of the end of each worker's slot that has not delivered its result."""
+        self._due_in: dict[SlotId, WorkerId] = {}  # the slots that still have to deliver a result of the finished job
+        self._undelivered: dict[WorkerId, LossCause] = {}  # why the slots ended that delivered no result
 
     def expect(self, workers: tuple[WorkerId, ...], slots: Mapping[SlotId, WorkerId]) -> None:
         self.expected = workers
@@ -39,24 +35,23 @@ class WorkerResults:
 
     def in_rank_order(self) -> list[bytes]:
         """Return one pickled result per rank. Raise ResultError if some are missing, or too large for Spark."""
-        assert self.expected is not None
-        missing = [worker for worker in self.expected if worker not in self._by_worker]
-        if missing:
-            raise self._error(self.expected, missing)
-        return [self._by_worker[worker] for worker in self.expected]
-
-    def _error(self, expected: tuple[WorkerId, ...], missing: list[WorkerId]) -> ResultError:
-        causes = {self._undelivered.get(worker, _RESULT_NOT_IN_TIME) for worker in missing}
+        expected = self.expected
+        assert expected is not None
+        missing = [worker for worker in expected if worker not in self._by_worker]
+        if not missing:
+            return [self._by_worker[worker] for worker in expected]
+        late = reported("its slot did not end in time")
+        causes = {self._undelivered.get(worker, late) for worker in missing}
         refused = sorted(cause.detail for cause in causes if cause.kind is LossKind.RESULT_TOO_BIG)
         if refused:
-            return ResultError(f"{len(missing)} of {len(expected)} results did not arrive: {refused[0]}")
+            raise ResultError(f"{len(missing)} of {len(expected)} results did not arrive: {refused[0]}")
         reasons = sorted(map(loss_in_words, causes))
         if len(missing) == len(expected):
-            return ResultError(
+            raise ResultError(
                 f"all {len(expected)} workers finished, but none of their results arrived: {'; '.join(reasons)}"
             )
         ranks = ", ".join(str(expected.index(worker)) for worker in missing)
-        return ResultError(
+        raise ResultError(
             f"all {len(expected)} workers finished, but the results of ranks {ranks} were lost on their way: "
             f"{'; '.join(reasons)}. Run the function again; save to storage what must not be lost"
         )
@@ -67,8 +62,7 @@ class LoopResults:
 
     def __init__(self) -> None:
         self._by_loop: dict[int, LoopResult] = {}
-        self._behind: dict[WorkerId, int] = {}
-        """Newcomers that may still need results, with the loop that each of them is to join."""
+        self._behind: dict[WorkerId, int] = {}  # newcomers that may need results, and the loop that each is to join
 
     def offered(self, result: LoopResult) -> list[WorkerId]:
         """Keep the result of a loop. Returns the newcomers to send it to."""

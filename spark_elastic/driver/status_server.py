@@ -2,8 +2,8 @@
 
 It answers GET and HEAD to requests with the token, and only reads: nothing about the job can be changed through it.
 Each connection has a thread; their number, the size of a request and the time for it are limited, and each response
-closes its connection. At the end of the job, requests that wait for news get the final
-state, so that a page which is open says how the job ended.
+closes its connection. At the end of the job, requests that wait for news get the final state, so that a page which is
+open says how the job ended.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -35,28 +36,21 @@ from spark_elastic.wire.interfaces import is_address
 
 logger = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "SPARK_ELASTIC_STATUS_TOKEN"
-"""Environment variable of the driver with a token to use instead of a random one."""
-MAX_CONNECTIONS, MAX_REFUSALS = 64, 16
-"""Connections that are served at a time, and those beyond that are held until they have their 503."""
+TOKEN_VARIABLE = "SPARK_ELASTIC_STATUS_TOKEN"  # in the driver's environment: a token to use instead of a random one
+MAX_CONNECTIONS = 64  # that are served at a time; those beyond get a 503
+REFUSAL_S = 0.1  # seconds that the request of such a connection may take to arrive, before others are accepted
 MAX_REQUEST_BYTES = 8192
-REQUEST_S = 5.0
-"""Seconds that a request may take to arrive, and its response to be taken."""
-LONGEST_WAIT_S = 30.0
-"""The longest that a request for news (`/status.json?wait=S`) is held."""
-DOCUMENT_S = 0.25
-"""Seconds for which a document is used again, so that many readers cost no more than a few."""
-CLOSE_S = 0.5
-"""Seconds that readers have at the end of the job to ask for the final state, and then to take it."""
-ASKS_AGAIN_S = 1.0
-"""Seconds after an answer that had to wait for news within which its reader is expected to ask again."""
+REQUEST_S = 5.0  # seconds that a request may take to arrive, and its response to be taken
+LONGEST_WAIT_S = 30.0  # the longest that a request for news (`/status.json?wait=S`) is held
+DOCUMENT_S = 0.25  # seconds for which a document is used again, so that many readers cost no more than a few
+CLOSE_S = 0.5  # seconds that readers have at the end of the job to ask for the final state, and then to take it
+ASKS_AGAIN_S = 1.0  # seconds after an answer that had to wait for news within which its reader is expected to ask again
 _LOOK_S, _ACCEPT_S = 0.02, 0.5
 _READ_BYTES = 1 << 16  # of a request that is too long too: one with unread bytes would be reset
 PORTS_TRIED = 16
 
 _PAGE = Path(__file__).with_name("status_page.html")
-_OURS: set[int] = set()
-"""Ports at which status pages of this process listen."""
+_OURS: set[int] = set()  # ports at which status pages of this process listen
 _ours_lock = threading.Lock()
 
 _HEADERS = {
@@ -67,18 +61,6 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-}
-_REASONS = {
-    200: "OK",
-    400: "Bad Request",
-    401: "Unauthorized",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    408: "Request Timeout",
-    421: "Misdirected Request",
-    431: "Request Header Fields Too Large",
-    500: "Internal Server Error",
-    503: "Service Unavailable",
 }
 
 
@@ -100,7 +82,8 @@ class PageResponse:
             **_HEADERS,
             **self.headers,
         }
-        lines = [f"HTTP/1.1 {self.status} {_REASONS[self.status]}", *(f"{k}: {v}" for k, v in headers.items()), "", ""]
+        first = f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}"
+        lines = [first, *(f"{name}: {value}" for name, value in headers.items()), "", ""]
         return "\r\n".join(lines).encode("latin-1") + (self.body if with_body else b"")
 
 
@@ -120,8 +103,7 @@ class PageRequest:
     method: str
     path: str
     query: Mapping[str, str]
-    headers: Mapping[str, str]
-    """By name in lower case; of several with one name, the last."""
+    headers: Mapping[str, str]  # by name in lower case; of several with one name, the last
 
     @classmethod
     def parse(cls, head: bytes) -> PageRequest:
@@ -162,22 +144,15 @@ class StatusServer:
         self._names = {"localhost", host.lower(), socket.gethostname().lower()}
         self._cached: tuple[float, Document] | None = None
         self._connections: dict[socket.socket, threading.Thread] = {}
-        self._refused: list[socket.socket] = []
-        """Those beyond the limit, the oldest first."""
+        #: When readers that wait for news had the answer that the job runs, and have not asked again.
         self._answered: deque[float] = deque()
-        """When readers that wait for news had the answer that the job runs, and have not asked again."""
-        self._changed = threading.Condition()
-        """Guards the three above."""
+        self._lock = threading.Lock()  # guards the two above
         self._document_lock = threading.Lock()
         self._closing, self._closed = threading.Event(), threading.Event()
         at = f"[{host}]" if ":" in host else host
         self.address = f"http://{at}:{self._port}/"
+        self.url = f"{self.address}?token={token}"
         self._thread = threading.Thread(target=self._accept, name="spark_elastic-status", daemon=True)
-
-    @property
-    def url(self) -> str:
-        """The URL of the page, with the token."""
-        return f"{self.address}?token={self._token}"
 
     def start(self) -> None:
         self._thread.start()
@@ -199,10 +174,9 @@ class StatusServer:
         until = clock.monotonic() + CLOSE_S
         for sock, thread in list(self._connections.items()):
             thread.join(max(until - clock.monotonic(), 0))
-            _shut(sock, socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # its thread has closed it
+                sock.shutdown(socket.SHUT_RDWR)
             thread.join(REQUEST_S)
-
-    # --- the server's threads -------------------------------------------------------------------------
 
     def _accept(self) -> None:
         self._listening.settimeout(_ACCEPT_S)
@@ -216,17 +190,18 @@ class StatusServer:
                 self._closed.wait(_LOOK_S)
 
     def _start_serving(self, sock: socket.socket) -> None:
-        with self._changed:
-            full = len(self._connections) - len(self._refused) >= MAX_CONNECTIONS
-            thread = threading.Thread(target=self._serve, args=(sock,), name="spark_elastic-status-page", daemon=True)
-            thread.start()
-            self._connections[sock] = thread
-            if full:
-                self._refused.append(sock)
-                if len(self._refused) > MAX_REFUSALS:
-                    _shut(self._refused[0], socket.SHUT_RD)  # it is answered without its request
-            while len(self._connections) > MAX_CONNECTIONS + MAX_REFUSALS and not self._closed.is_set():
-                self._changed.wait(_LOOK_S)
+        if len(self._connections) < MAX_CONNECTIONS:
+            with self._lock:
+                serve = threading.Thread(target=self._serve, args=(sock,), name="spark_elastic-page", daemon=True)
+                serve.start()
+                self._connections[sock] = serve
+            return
+        why = f"{MAX_CONNECTIONS} connections are open; try again later"
+        with sock:
+            sock.settimeout(REFUSAL_S)
+            with contextlib.suppress(TimeoutError):
+                sock.recv(_READ_BYTES)
+            sock.sendall(RefusedRequest(503, why, Retry_After="2").response.encode(with_body=True))
 
     def _serve(self, sock: socket.socket) -> None:
         try:
@@ -235,11 +210,8 @@ class StatusServer:
             pass  # the client is gone, or too slow to take its response
         finally:
             sock.close()
-            with self._changed:
+            with self._lock:
                 del self._connections[sock]
-                if sock in self._refused:
-                    self._refused.remove(sock)
-                self._changed.notify_all()
 
     def _converse(self, sock: socket.socket) -> None:
         with_body = True
@@ -267,9 +239,6 @@ class StatusServer:
             except TimeoutError:
                 part, late = b"", True
             received += part
-        with self._changed:
-            if sock in self._refused:
-                raise RefusedRequest(503, f"{MAX_CONNECTIONS} connections are open; try again later", Retry_After="2")
         head, end, _ = received.partition(b"\r\n\r\n")
         if len(received) > MAX_REQUEST_BYTES:
             raise RefusedRequest(431, f"a request has at most {MAX_REQUEST_BYTES} bytes")
@@ -291,7 +260,7 @@ class StatusServer:
                 waits = self._wait(request)
                 document = self._present()
                 if waits and document["ended"] is None:
-                    with self._changed:
+                    with self._lock:
                         self._answered.append(clock.monotonic())
                 body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
                 return PageResponse(200, body, "application/json")
@@ -322,7 +291,7 @@ class StatusServer:
             raise RefusedRequest(400, "wait is a number of seconds") from None
         if not seconds > 0:
             return False
-        with self._changed:
+        with self._lock:
             while self._answered and self._answered[0] < clock.monotonic() - ASKS_AGAIN_S:
                 self._answered.popleft()  # its reader has gone
             if self._answered:
@@ -335,11 +304,6 @@ class StatusServer:
             if self._cached is None or self._closing.is_set() or clock.monotonic() - self._cached[0] > DOCUMENT_S:
                 self._cached = (clock.monotonic(), self._document())
             return self._cached[1]
-
-
-def _shut(sock: socket.socket, how: int) -> None:
-    with contextlib.suppress(OSError):  # its thread has closed it
-        sock.shutdown(how)
 
 
 def listen_for_pages(host: str, port: int) -> socket.socket:
@@ -390,20 +354,10 @@ def make_token(environ: Mapping[str, str] = os.environ) -> str:
 def page() -> PageResponse:
     """Return the page, which may run its own script and load nothing from elsewhere."""
     text = _PAGE.read_text(encoding="utf-8")
-    policy = {
-        "default-src": ["'none'"],
-        "script-src": list(_hashes("script", text)),
-        "style-src": list(_hashes("style", text)),
-        "connect-src": ["'self'"],
-        "img-src": ["data:"],
-        "base-uri": ["'none'"],
-        "form-action": ["'none'"],
-        "frame-ancestors": ["'none'"],
-    }
-    header = "; ".join(f"{name} {' '.join(values)}" for name, values in policy.items())
-    return PageResponse(200, text.encode(), "text/html; charset=utf-8", {"Content-Security-Policy": header})
-
-
-def _hashes(tag: str, text: str) -> Iterator[str]:
-    for inline in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL):
-        yield f"'sha256-{base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()}'"
+    policy = "connect-src 'self'; img-src data:"
+    for tag in ("script", "style"):
+        digests = [hashlib.sha256(each.encode()).digest() for each in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.S)]
+        policy += f"; {tag}-src " + " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in digests)
+    for nothing in ("default-src", "base-uri", "form-action", "frame-ancestors"):
+        policy += f"; {nothing} 'none'"
+    return PageResponse(200, text.encode(), "text/html; charset=utf-8", {"Content-Security-Policy": policy})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from types import FrameType
 from typing import Any
 
 
@@ -12,8 +13,19 @@ def is_called_by(function: str) -> bool:
     return sys._getframe(2).f_code.co_name == function
 
 
+def _calling_methods(within: int) -> Iterator[FrameType]:
+    """Yield the frames of methods among the callers of a function that asks through a function of this module."""
+    frame: FrameType | None = sys._getframe(3)
+    for _ in range(within):
+        if frame is None:
+            return
+        if frame.f_locals.get("self") is not None:
+            yield frame
+        frame = frame.f_back
+
+
 def calling_object(matches: Callable[[Any], bool], within: int, method: str | None = None) -> Any:
-    """Return the object whose method called the one that asks, directly or through a few others.
+    """Return the object whose method called the one that asks, directly or through a few others; None if none matches.
 
     Keras gives a callback no access to its list, a data adapter none to the iterator that counts its batches, and an
     optimizer none to the optimizer around it. A `DataLoader` does not give its sampler the batch size. In each case the
@@ -23,39 +35,20 @@ def calling_object(matches: Callable[[Any], bool], within: int, method: str | No
         matches: A function that recognises the object.
         within: The number of calls to look at, the nearest first.
         method: The name of the method; None: any.
-
-    Returns:
-        The `self` of the nearest method that matches; None if there is none.
     """
-    frame: Any = sys._getframe(2)
-    for _ in range(within):
-        if frame is None:
-            return None
-        owner = frame.f_locals.get("self")
-        if owner is not None and method in (None, frame.f_code.co_name) and matches(owner):
-            return owner
-        frame = frame.f_back
+    for frame in _calling_methods(within):
+        if method in (None, frame.f_code.co_name) and matches(frame.f_locals["self"]):
+            return frame.f_locals["self"]
     return None
 
 
 def calling_method(matches: Callable[[Any], bool], names: Collection[str], within: int) -> tuple[str, dict[str, Any]]:
-    """Return the name and the local variables of the method that called the one that asks, directly or not.
+    """Return the name and variables of a method with one of these `names`, of the object of `calling_object`.
 
-    Keras gives an object that `fit` is called with none of the other arguments of `fit`.
-
-    Args:
-        matches: A function that recognises the method's object.
-        names: The names that the method may have.
-        within: The number of calls to look at, the nearest first.
-
-    Returns:
-        The name and variables of the nearest method that matches; ("", {}) if none does.
+    Keras gives an object that `fit` is called with none of the other arguments of `fit`. If no method matches, the
+    answer is ("", {}).
     """
-    frame: Any = sys._getframe(2)
-    for _ in range(within):
-        if frame is None:
-            break
-        if frame.f_code.co_name in names and "self" in frame.f_locals and matches(frame.f_locals["self"]):
+    for frame in _calling_methods(within):
+        if frame.f_code.co_name in names and matches(frame.f_locals["self"]):
             return frame.f_code.co_name, dict(frame.f_locals)
-        frame = frame.f_back
     return "", {}

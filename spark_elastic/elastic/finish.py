@@ -8,60 +8,56 @@ later loop skips the earlier ones too. It gets their results, which rank 0 has s
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import pickle
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import cloudpickle
 
+from spark_elastic.collective.objects import sign, verify
 from spark_elastic.collective.process import Process, process
-from spark_elastic.errors import AuthenticationError, LoopResultError
+from spark_elastic.errors import LoopResultError
 from spark_elastic.membership.topology import StateVersion
-from spark_elastic.wire.worker_link import WorkerLink
 
 log = logging.getLogger("spark_elastic.elastic.loop")
 
 MAX_LOOP_RESULT_BYTES = 1 << 20
 RESULT_TIMEOUT_S = 60.0
 """Time to wait for a result that another worker has sent to the driver."""
-_MAC_BYTES = 32
+_PURPOSE = "results of loops"
+"""What their MACs are for."""
 
 
 class LaterLoop(Exception):
     """Raised where a process enters a loop that the others have left; it uses the result of that loop instead."""
 
 
-class KeptState(Protocol):
-    """A state of a loop; `state.State`, which knows this module."""
+class LoopState(Protocol):
+    """The state of a loop; `state.State`, which knows this module."""
+
+    _loop: int
 
     @property
     def version(self) -> StateVersion | None: ...
 
     def save(self) -> None: ...
 
+    def _values(self) -> dict[str, Any]: ...
 
-@dataclass(frozen=True, slots=True)
-class FinishedLoop:
-    """The outcome of an elastic loop.
+    def _set_values(self, values: Any) -> None: ...
 
-    Attributes:
-        state: The state at the loop's end, saved; None if this process skipped the loop and has only its result.
-        result: The loop's return value.
-    """
 
-    state: KeptState | None
+class FinishedLoop(NamedTuple):
+    """The outcome of an elastic loop."""
+
+    state: LoopState | None
+    """The state at the loop's end, saved; None if this process skipped the loop and has only its result."""
     result: Any
+    """The loop's return value."""
 
 
 class LoopHistory:
-    """The elastic loops of this process, numbered from 1 in the order in which a call of the function enters them.
-
-    Args:
-        owner: The process, whose `in_loop` this sets.
-    """
+    """The elastic loops of this process, numbered from 1 in the order in which a call of the function enters them."""
 
     def __init__(self, owner: Process) -> None:
         self._process = owner
@@ -85,16 +81,13 @@ class LoopHistory:
         return len(self._finished)
 
     def version_before(self) -> StateVersion | None:
-        """Return the version of the state that this process brings from the previous loop.
-
-        None if there is none, or if this process has skipped a loop and so does not have its state.
-        """
+        """Return the version of the state that this process brings from the loop before; None if it skipped one."""
         before = self.kept(self.entered - 1)
         if before is None or before.state is None or any(loop.state is None for loop in self._finished):
             return None
         return before.state.version
 
-    def finish(self, number: int, state: KeptState | None, result: Any) -> None:
+    def finish(self, number: int, state: LoopState | None, result: Any) -> None:
         """Keep the outcome of a loop."""
         self._finished[number - 1 :] = [FinishedLoop(state, result)]
         self._process.in_loop = False
@@ -136,16 +129,11 @@ def offer_result(loop: int) -> None:
             loop,
             problem,
         )
-    link.offer_loop_result(loop, problem, b"" if problem else _mac(link, loop, data) + data)
+    link.offer_loop_result(loop, problem, b"" if problem else sign(_PURPOSE, str(loop), data))
 
 
 def result_of(loop: int) -> Any:
-    """Return the result that other members had in a loop that this process skips.
-
-    Raises:
-        LoopResultError: The result cannot be sent, or did not arrive in time.
-        AuthenticationError: It was not sent by a worker of this job.
-    """
+    """Return the result that others had in a loop that is skipped here. Raise LoopResultError if it does not come."""
     link = process.link
     assert link is not None
     try:
@@ -154,13 +142,4 @@ def result_of(loop: int) -> Any:
         raise LoopResultError(loop=loop, reason=str(error)) from None
     if problem:
         raise LoopResultError(loop=loop, reason=problem)
-    mac, data = answer[:_MAC_BYTES], answer[_MAC_BYTES:]
-    if not hmac.compare_digest(mac, _mac(link, loop, data)):
-        raise AuthenticationError(
-            f"the result of loop {loop} was not sent by a worker of this job (its MAC is wrong); it was not unpickled"
-        )
-    return pickle.loads(data)
-
-
-def _mac(link: WorkerLink, loop: int, data: bytes) -> bytes:
-    return hmac.digest(link.derive_key("results of loops"), f"{loop} ".encode() + data, hashlib.sha256)
+    return pickle.loads(verify(_PURPOSE, str(loop), answer, f"the result of loop {loop}"))

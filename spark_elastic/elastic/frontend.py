@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch
 
 from spark_elastic.collective.objects import broadcast_object
 from spark_elastic.collective.operations import barrier
+from spark_elastic.collective.operators import Max
 from spark_elastic.collective.process import process
-from spark_elastic.collective.reduction import Max
-from spark_elastic.elastic.finish import KeptState, LaterLoop, loops, offer_result, result_of
+from spark_elastic.elastic.finish import LaterLoop, LoopState, loops, offer_result, result_of
 from spark_elastic.elastic.run_checkpoints import RunCheckpoints
 from spark_elastic.membership.topology import StateVersion
 
@@ -43,23 +42,17 @@ class CollectiveFrontend:
 
     loops = loops
     checkpoints: RunCheckpoints | None = None
-    """Set by `WithCheckpoints` before it calls the user's function."""
+    """Set by `call_with_checkpoints` before it calls the user's function."""
 
     def rank(self) -> int:
         return process.require().rank
 
-    def broadcast_object(self, value: Any, root: int) -> Any:
-        return broadcast_object(value, root)
-
-    def alone(self) -> AbstractContextManager[None]:
-        """Return a context in which collectives reach no other member and return this member's own values."""
-        return process.local_collectives()
+    broadcast_object = staticmethod(broadcast_object)
+    alone = staticmethod(process.local_collectives)
+    result_of = staticmethod(result_of)
 
     def agree_on_update(self) -> bool:
-        """Return True, on every member alike, if any member knows of a coming world.
-
-        This needs a small reduction, unless gradients were reduced since the last check.
-        """
+        """Return True, on all members alike, if any of them knows of a coming world; at most a small reduction."""
         if process.link is None or process.provisional:
             return False
         agreed, process.update_agreed = process.update_agreed, None
@@ -103,14 +96,9 @@ class CollectiveFrontend:
         return Entry(root=0, version=None, sync=True, moved=False, from_last_loop=True)
 
     def rejoin(self, version: StateVersion | None, moved: bool = True) -> Entry:
-        """Leave a world that broke or is about to change, and wait until another one is connected.
+        """Leave a world that broke or is about to change, with a state of this version, and wait for another one.
 
-        Args:
-            version: The version of this member's state.
-            moved: Whether `Entry.moved` is True in any case.
-
-        Raises:
-            LaterLoop: The job is in a later loop.
+        `moved`: `Entry.moved` is True in any case. Raises LaterLoop if the job is in a later loop.
         """
         if process.link is None:
             return Entry(root=0, version=version, sync=False, moved=True)
@@ -122,15 +110,12 @@ class CollectiveFrontend:
         changed = (before.rank, before.size) != (after.rank, after.size)
         return Entry(root=world.root, version=world.version, sync=world.sync, moved=moved or changed)
 
-    def finished(self, loop: int, state: KeptState, result: Any) -> None:
+    def finished(self, loop: int, state: LoopState, result: Any) -> None:
         """Keep state and result of a loop that has returned, for the case that the function is called again."""
         if process.link is not None:
             state.save()
             loops.finish(loop, state, result)
             process.link.left_loop()
-
-    def result_of(self, loop: int) -> Any:
-        return result_of(loop)
 
     def report_version(self, version: StateVersion) -> None:
         if process.link is not None:

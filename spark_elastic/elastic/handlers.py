@@ -18,11 +18,11 @@ import torch
 
 from spark_elastic import clock
 from spark_elastic.collective.calls import agree
+from spark_elastic.collective.digest import digest
 from spark_elastic.collective.objects import broadcast_object, broadcast_tensors
+from spark_elastic.collective.operators import Max
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Max
-from spark_elastic.elastic.digest import digest
 from spark_elastic.elastic.plain_values import (
     SLOW_COPY_S,
     PlainAttributes,
@@ -38,12 +38,9 @@ H = TypeVar("H", bound="StateHandler")
 
 
 class TensorSpec(NamedTuple):
-    """One tensor of a layout.
+    """One tensor of a layout; `key` is its name within the value.
 
     Attributes:
-        key: The name of the tensor within the value.
-        shape: The tensor's shape.
-        dtype: The tensor's type.
         on_cpu: True if the tensor is on the CPU even when the parameter that it belongs to is not.
     """
 
@@ -178,10 +175,7 @@ class StateDictHandler(StateHandler):
 class Handlers:
     """All values of a state, which are its attributes: some with a handler each, the others plain Python values.
 
-    Args:
-        owner: The state.
-        handler_for: A function that returns the handler of a value, or None for a plain value.
-        values: The values by name.
+    `handler_for` returns the handler of a value, or None for a plain value.
     """
 
     def __init__(
@@ -203,11 +197,7 @@ class Handlers:
         self.plain = PlainAttributes(owner, plain)
 
     def add(self, name: str, value: Any, in_loop: bool) -> bool:
-        """Keep an attribute that is about to be set and that has no handler; return True if it has one now.
-
-        Raises:
-            UsageError: The state cannot keep the value.
-        """
+        """Keep an attribute that is about to be set, or raise UsageError; return True if it has a handler now."""
         if is_atom(value) and name in self.plain.names:
             return False
         new = self.plain.is_new(name)
@@ -316,12 +306,7 @@ class Handlers:
         return extra
 
     def copy_from(self, kept: Handlers) -> None:
-        """Take over the values of `kept`, which are of another state in this process.
-
-        Raises:
-            StateNotMovableError: A handler overrides `sync`.
-            UsageError: A value cannot have the tensors of its counterpart.
-        """
+        """Take over the values of another state; raise StateNotMovableError if a handler overrides `sync`."""
         own = self.with_own_sync
         if own:
             raise StateNotMovableError(kind=type(self.by_name[own[0]]).__qualname__)
@@ -335,10 +320,7 @@ class Handlers:
             handler.set_light(other.light())
 
     def values(self) -> dict[str, Any]:
-        """Return all values, for a checkpoint: light parts with the layout of the tensors, and the tensors themselves.
-
-        Raises UsageError if a handler overrides `sync`.
-        """
+        """Return all values, for a checkpoint. Raise UsageError if a handler overrides `sync`."""
         if own := self.with_own_sync:
             kind = type(self.by_name[own[0]]).__qualname__
             raise UsageError(
@@ -466,20 +448,14 @@ def take_over(
 
 
 def _differing(mine: Description, theirs: Description) -> list[bool]:
-    """Return, for each tensor of the root in order, True if this member has no tensor that is equal to it.
-
-    Members with other tensors than the root's have none that is equal: they may have to create or drop some.
-    """
+    """Return, for each tensor of the root, True if this member has no equal one, or has not the same tensors."""
     own, other = dict(zip(*mine, strict=True)), dict(zip(*theirs, strict=True))
     same_tensors = own.keys() == other.keys()
     return [not same_tensors or own[key] != other[key] for key in other]
 
 
 def _targets(handler: StateHandler, layout: Layout, differing: Sequence[bool], staged: bool) -> list[torch.Tensor]:
-    """Return the tensors that receive the root's: new ones for those that differ, if they are copied later.
-
-    A value's own tensor that is equal to the root's may receive it at any time, which changes nothing.
-    """
+    """Return the tensors that receive the root's: new ones for those that differ, if they are copied later."""
     fresh = staged or handler.staged
     own = [] if fresh and all(differing) else handler.tensors(layout)
     return [

@@ -23,17 +23,10 @@ R = TypeVar("R")
 S = TypeVar("S", bound=State)
 
 
-class WithCheckpoints:
-    """A user's function that has its loops write checkpoints; pickled in place of the function."""
-
-    def __init__(self, function: Callable[..., Any], checkpoints: RunCheckpoints) -> None:
-        functools.update_wrapper(self, function, updated=())
-        self._function = function
-        self._checkpoints = checkpoints
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        frontend.checkpoints = self._checkpoints
-        return self._function(*args, **kwargs)
+def call_with_checkpoints(function: Callable[..., R], checkpoints: RunCheckpoints, /, *args: Any, **kwargs: Any) -> R:
+    """Call a user's function whose loops write checkpoints."""
+    frontend.checkpoints = checkpoints
+    return function(*args, **kwargs)
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -139,11 +132,7 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
 
 
 def _call(function: Callable[[], R]) -> R:
-    """Call the function of a loop and return its result.
-
-    Raises:
-        HorovodInternalError: also if the function has caught one.
-    """
+    """Return the result of the function of a loop; raise HorovodInternalError also if the function has caught one."""
     HorovodInternalError.newest = None
     result = function()
     caught: str | None = HorovodInternalError.newest
@@ -179,8 +168,5 @@ def _prepare(state: State, entry: Entry, frontend: CollectiveFrontend) -> None:
         resumed = frontend.checkpoints.load(state, frontend.rank() == entry.root)
     if entry.moved or resumed:
         state._reset_alone()
-    if entry.sync or before_this_loop:
-        state._sync_from(entry.root, entry.version)
-    else:
-        state._refresh_from(entry.root, entry.version)
+    state._sync_from(entry.root, entry.version, equal=not entry.sync and not before_this_loop)
     state._function_begins()

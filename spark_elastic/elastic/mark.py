@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from spark_elastic.collective.operators import Max
 from spark_elastic.collective.process import process
-from spark_elastic.collective.reduction import Max
+from spark_elastic.collective.replicas import check_equal
 from spark_elastic.elastic.handlers import Handlers
-from spark_elastic.elastic.replicas import check_equal
 from spark_elastic.errors import UsageError
 from spark_elastic.membership.topology import StateVersion
 
@@ -27,11 +27,7 @@ running_loop: ContextVar[StepCounter | None] = ContextVar("running_loop", defaul
 
 
 class StepCounter:
-    """The version of a state, and the steps that its optimizers have made since the last mark.
-
-    Args:
-        report: A function to call with each new version.
-    """
+    """The version of a state, which is passed to `report`, and the steps of its optimizers since the last mark."""
 
     def __init__(self, report: Callable[[StateVersion], None]) -> None:
         self.version: StateVersion | None = None
@@ -63,10 +59,6 @@ class StepCounter:
         self.steps[optimizer] += 1
         self.advance()
 
-    def reset_steps(self) -> None:
-        for name in self.steps:
-            self.steps[name] = 0
-
 
 class OptimizerSteps:
     """Six hooks by which a framework observes the optimizers of a state.
@@ -94,13 +86,7 @@ class OptimizerSteps:
         """
 
     def check(self) -> None:
-        """Refuse a mark of a loop whose training the state cannot keep; all members call it at the same mark.
-
-        Raises:
-            UsageError: An optimizer that is not in the state has made steps.
-            MismatchError: The members' models differ.
-            HorovodInternalError: A peer is gone.
-        """
+        """Refuse a mark of a loop whose training the state cannot keep, by UsageError or MismatchError; all call it."""
 
     def refuse_outsider(self, optimizer: Any, kind: str = "a DistributedOptimizer") -> None:
         """Raise UsageError, because this optimizer has made steps and is not in the state."""

@@ -18,6 +18,8 @@ class ObjectState(State):
         kwargs: The values.
     """
 
+    _sync_is_atomic = True
+
     def __init__(
         self, bcast_object: Callable[..., Any] | None = None, get_rank: Callable[[], int] | None = None, **kwargs: Any
     ) -> None:
@@ -60,9 +62,6 @@ class ObjectState(State):
         self._plain.copy_from(kept._plain)
         self._counter.version = kept._counter.version
         self.save()
-
-    def _sync_failed(self) -> None:
-        """Do nothing: values are set only after all of them have arrived."""
 
     def _values(self) -> dict[str, Any]:
         return {"light": self._plain.copies()} if type(self).save is ObjectState.save else super()._values()

@@ -1,4 +1,4 @@
-"""Plain Python values of a training loop, such as its counters: copy them, restore them, compare them."""
+"""Plain Python values of a training loop, such as its counters: copy them and restore them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType
 from typing import Any
 
 import cloudpickle
@@ -47,11 +46,7 @@ class PlainAttributes:
         return not name.startswith("_") and name not in vars(self._owner) and not hasattr(type(self._owner), name)
 
     def add(self, name: str, value: Any) -> None:
-        """Keep an attribute that is about to be set.
-
-        Raises:
-            NotPicklableError: The value cannot be pickled.
-        """
+        """Keep an attribute that is about to be set. Raise NotPicklableError if the value cannot be pickled."""
         check_picklable({name: value}, "let its name begin with an underscore to keep it out of the state")
         self._register(name)
 
@@ -168,12 +163,9 @@ def independent_copy(value: Any) -> Any:
 
 
 def _copied(value: Any, known: dict[int, Any], whole: bool = False) -> Any:
-    """Copy a value.
+    """Copy a value; `known` has the copies made so far, by the id of the original, as `copy.deepcopy` keeps them.
 
-    Args:
-        value: The value.
-        known: The copies made so far, by the id of the original object, as `copy.deepcopy` keeps them.
-        whole: Raise an exception if a part cannot be copied; by default it is shared.
+    If a part cannot be copied, it is shared, or, with `whole`, an exception is raised.
     """
     kind = type(value)
     if kind in _ATOMS:
@@ -209,11 +201,7 @@ def _copied(value: Any, known: dict[int, Any], whole: bool = False) -> Any:
 
 
 def _copied_by_attributes(value: Any, known: dict[int, Any]) -> Any:
-    """Copy an object of a class without methods for copying, which has tensors that deepcopy refuses.
-
-    Raises:
-        Exception: An attribute cannot be copied, or the class says how to copy its objects.
-    """
+    """Copy an object of a class without methods for copying, which has tensors that deepcopy refuses."""
     kind = type(value)
     own = ("__deepcopy__", "__copy__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__new__")
     if any(getattr(kind, name, None) is not getattr(object, name, None) for name in own):
@@ -221,52 +209,3 @@ def _copied_by_attributes(value: Any, known: dict[int, Any]) -> Any:
     out = known[id(value)] = object.__new__(kind)
     out.__dict__.update({name: _copied(part, known, whole=True) for name, part in value.__dict__.items()})
     return out
-
-
-def same(one: Any, other: Any) -> bool:
-    """Return True if two values are equal, also where `==` returns an array or raises, or a value contains itself.
-
-    Objects of Python classes are equal if they have one type and would be pickled alike; their own `==` may ignore a
-    part of them.
-    """
-    return _same(one, other, {})
-
-
-_Seen = dict[tuple[int, int], tuple[Any, Any]]
-"""Pairs of values that were compared, by their ids; referring to them here keeps their ids from being used again."""
-
-
-def _same(one: Any, other: Any, seen: _Seen) -> bool:
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    kind: Any = type(one)
-    is_plain = kind.__eq__ is object.__eq__ or (
-        isinstance(kind.__eq__, FunctionType) and not isinstance(one, torch.Tensor)
-    )
-    if is_plain or isinstance(one, (dict, list, tuple)):
-        if (id(one), id(other)) in seen:
-            return True  # an outer call compares this pair just now, or it was equal
-        seen[id(one), id(other)] = one, other
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key], seen) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(_same(a, b, seen) for a, b in zip(one, other, strict=True))
-    try:
-        if is_plain:
-            return _same(_parts(one), _parts(other), seen)
-        answer = one == other
-        if isinstance(answer, bool):
-            return answer or (one != one and other != other)
-        return bool(answer.all()) if one.shape == other.shape else False
-    except Exception:
-        return False
-
-
-def _parts(value: Any) -> Any:
-    """Return what pickle would store of a value; raise the value's own exception if it cannot be pickled."""
-    reduced = value.__reduce_ex__(4)
-    if isinstance(reduced, str):
-        return reduced
-    return [*reduced[:3], *(list(items) for items in reduced[3:5] if items is not None)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map
 
 from spark_elastic import clock
 from spark_elastic.data.store import Store
+from spark_elastic.elastic.finish import LoopState
 from spark_elastic.errors import CheckpointError
-from spark_elastic.membership.topology import StateVersion
 from spark_elastic.runs.checkpoints import (
     CHECKPOINTS,
     CheckpointFacts,
@@ -50,19 +50,6 @@ def folder_of(run: Store, loop: int) -> Store:
     return run.sub(CHECKPOINTS if loop == 1 else f"{CHECKPOINTS}-{loop}")
 
 
-class SavedState(Protocol):
-    """A state whose values are written; `state.State`, which knows this module."""
-
-    _loop: int
-
-    @property
-    def version(self) -> StateVersion | None: ...
-
-    def _values(self) -> dict[str, Any]: ...
-
-    def _set_values(self, values: Any) -> None: ...
-
-
 class RunCheckpoints:
     """The checkpoints of a run, in a worker. Pickled on the driver.
 
@@ -80,7 +67,7 @@ class RunCheckpoints:
         self._writer: CheckpointWriter | None = None
         self._next_at = 0.0
 
-    def start_loop(self, state: SavedState) -> None:
+    def start_loop(self, state: LoopState) -> None:
         """Begin a loop. Raises UsageError, which names the value, if the state cannot be written."""
         try:
             detached(values_of(state)["light"], "state", copy=False)
@@ -92,11 +79,10 @@ class RunCheckpoints:
             checkpoints = Checkpoints(folder_of(self._fence.run, self._loop), self._fence)
             self._writer = CheckpointWriter(checkpoints, KEEP, notify, patience_s=0.0)
 
-    def load(self, state: SavedState, is_root: bool) -> bool:
+    def load(self, state: LoopState, is_root: bool) -> bool:
         """Give the state the values of the loop's checkpoint, on the root alone, whose values the others take over.
 
-        Returns True, on every member alike, if there is one. Raises CheckpointError if it is damaged, or of another
-        state.
+        Returns True, on every member alike, if there is one. Raises CheckpointError if it cannot be used.
         """
         point = self._resume.get(state._loop)
         if point is None:
@@ -115,7 +101,7 @@ class RunCheckpoints:
             log.info("resuming from step %d in %s", point.step, folder)
         return True
 
-    def write(self, state: SavedState, rank: int, *, end: bool = False) -> None:
+    def write(self, state: LoopState, rank: int, *, end: bool = False) -> None:
         """Write the state on rank 0, in the background; at the end of the loop, wait until it is written.
 
         Raises RunTakenError if another driver has taken over the run.
@@ -154,11 +140,10 @@ class RunCheckpoints:
             self._writer = None
 
 
-def values_of(state: SavedState) -> dict[str, Any]:
+def values_of(state: LoopState) -> dict[str, Any]:
     """Return the values of a state, with tensors in place of arrays of NumPy.
 
-    Raises UsageError as `State._values`, and CheckpointError, which names a plain value that would not come back as it
-    is.
+    Raises UsageError as `State._values`, and CheckpointError, which names a plain value that would not come back equal.
     """
     values = state._values()
     for name in values["light"].keys() - values.get("tensors", {}).keys():

@@ -32,6 +32,8 @@ class State:
     """
 
     _frontend: CollectiveFrontend = frontend
+    _sync_is_atomic = False
+    """`sync` sets values only after all have arrived; else the saved state is restored when it has failed."""
 
     def __init__(
         self, bcast_object: Callable[..., Any] | None = None, get_rank: Callable[[], int] | None = None
@@ -118,12 +120,7 @@ class State:
         """Adapt whatever depends on the rank or the size; does nothing by default."""
 
     def _may_mark(self) -> bool:
-        """Return True if this can be a commit or a mark; the steps of reset callbacks are not counted.
-
-        Raises:
-            UsageError: A loop is running, and its state is another one.
-            HorovodInternalError: A collective has failed, and the loop's function has caught the error.
-        """
+        """Return True if this can be a commit or a mark; the steps of reset callbacks are not counted."""
         if running_loop.get() not in (None, self._counter):
             raise UsageError(
                 "commit() or check_host_updates() was called for a state other than the state of the loop; it would "
@@ -152,17 +149,10 @@ class State:
         return self._counter.version
 
     def _before_joining(self) -> None:
-        """Do in advance what takes long in a newcomer's first step, such as tracing: other members would wait for it.
-
-        Whatever this changes in the state is overwritten by the synchronisation that follows. Does nothing by default.
-        """
+        """Do in advance what takes long in a newcomer's first step, such as tracing; a synchronisation follows."""
 
     def _reset_alone(self) -> None:
-        """Call `on_reset` without the other members.
-
-        Collectives in it return this member's own values, and steps that it trains are not counted: the sync that
-        follows makes the states of all members equal.
-        """
+        """Call `on_reset` with local collectives, and count no steps: the sync that follows makes all states equal."""
         self._counter.alone = True
         try:
             with self._frontend.alone():
@@ -170,14 +160,10 @@ class State:
         finally:
             self._counter.alone = False
 
-    def _sync_from(self, root: int, version: StateVersion | None) -> None:
-        """Take over the state of the member `root` and save it, because a user's `sync` may not save."""
+    def _sync_from(self, root: int, version: StateVersion | None, equal: bool) -> None:
+        """Take over the state of the member `root` and save it; `equal`: all members have reported this version."""
         self._take_over_from(root, version)
-        self.save()
-
-    def _refresh_from(self, root: int, version: StateVersion | None) -> None:
-        """Make the states of all members equal, after all have reported the version `version`."""
-        self._sync_from(root, version)
+        self.save()  # a user's `sync` may not save
 
     def _take_over_from(self, root: int, version: StateVersion | None) -> None:
         self._root = root
@@ -185,7 +171,8 @@ class State:
         try:
             self.sync()
         except HorovodInternalError:
-            self._sync_failed()
+            if not self._sync_is_atomic:
+                self.restore()
             raise
         finally:
             self._root = 0
@@ -194,10 +181,6 @@ class State:
             version = StateVersion(self._loop)
         self._counter.set(version)
         self._counter.saved_version = version
-
-    def _sync_failed(self) -> None:
-        """Restore the saved state: a `sync` that failed half-way may have overwritten some of the values."""
-        self.restore()
 
     def _function_begins(self) -> None:
         """Prepare for a call of the function; all members hold the same state now."""
@@ -266,6 +249,8 @@ class ElasticState(State):
     `handler_for` returns the handler which copies and synchronises a value, or None for a plain Python value, which
     must be picklable; `steps` creates the framework's `OptimizerSteps`.
     """
+
+    _sync_is_atomic = True
 
     def __init__(
         self,
@@ -360,10 +345,7 @@ class ElasticState(State):
             self._commit()
 
     def sync_if_built_late(self) -> None:
-        """Take over the variables of a model that the root had not built yet when the state was synchronised.
-
-        Every member calls this after each batch; the first step has built the model.
-        """
+        """Take over variables of a model that the root had built after `sync`; all members call it after each batch."""
         if self._root_unbuilt:
             self.sync()
             self._root_unbuilt = False
@@ -375,16 +357,14 @@ class ElasticState(State):
 
     # --- called by the loop ---------------------------------------------------------------------
 
-    def _refresh_from(self, root: int, version: StateVersion | None) -> None:
-        if self._handlers.agree_that_equal():
-            return
-        # no save: the last commit is the same on every member, and stays valid
-        saved = self._counter.saved_version
-        self._take_over_from(root, version)
-        self._counter.saved_version = saved
-
-    def _sync_failed(self) -> None:
-        """Do nothing: values are set only after all of them have arrived."""
+    def _sync_from(self, root: int, version: StateVersion | None, equal: bool) -> None:
+        if not equal:
+            super()._sync_from(root, version, equal)
+        elif not self._handlers.agree_that_equal():
+            # no save: the last commit is the same on every member, and stays valid
+            saved = self._counter.saved_version
+            self._take_over_from(root, version)
+            self._counter.saved_version = saved
 
     def _function_begins(self) -> None:
         self._set_mark()
@@ -447,5 +427,5 @@ class ElasticState(State):
         """Mark the present state: copy the plain values and light parts, unless `save` has just copied everything."""
         self._steps.count()
         self._mark = None if committed else self._handlers.light_values()
-        self._counter.reset_steps()
+        self._counter.steps = dict.fromkeys(self._counter.steps, 0)
         self._steps.mark()

@@ -83,9 +83,8 @@ class ShardBuffers:
         parts.append(torch.tensor(changed))
         return torch.cat([part.detach().double().reshape(-1) for part in parts])
 
-    def put_back(self) -> None:
-        """Put the buffers back to the values from before the step, which has failed or did not train."""
-        self.begin_shard()
+    put_back = begin_shard
+    """Used after a step that has failed or did not train."""
 
     def combine(self, rows: torch.Tensor, present: Sequence[int]) -> None:
         """Set the buffers to what all shards have left: `rows` are their vectors, `present` the shards that have rows.
@@ -103,21 +102,18 @@ class ShardBuffers:
             self._combine_norm(norm, [rows[shard, at:end] for shard in present])
             at = end
         if contents is not None:
-            for name, _, _, buffer in self._others:
-                values = contents.pop(0)
+            for (name, _, _, buffer), values in zip(self._others, contents, strict=True):
                 self._combine_other(name, buffer, [values[shard] for shard in present])
 
     def _combine_norm(self, norm: Any, shards: Sequence[torch.Tensor]) -> None:
         counted, first = norm.num_batches_tracked, float(norm.num_batches_tracked)
-        mean, var = (self._before[id(each)][1] for each in (norm.running_mean, norm.running_var))
         with torch.no_grad():
             for shard in shards:
                 passes = float(shard[0])
                 if not passes:
                     continue
-                for buffer, before, left in zip(
-                    (norm.running_mean, norm.running_var), (mean, var), shard[1:].chunk(2), strict=True
-                ):
+                for buffer, left in zip((norm.running_mean, norm.running_var), shard[1:].chunk(2), strict=True):
+                    before = self._before[id(buffer)][1]
                     if norm.momentum is None:  # the average of all passes so far
                         count = float(counted)
                         total = buffer.double() * count + left * (first + passes) - before.double() * first
@@ -176,6 +172,4 @@ def _tracks_statistics(module: torch.nn.Module) -> bool:
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two tensors have the same values; a NaN is the same as another."""
-    if torch.equal(one, other):
-        return True
     return bool(((one == other) | ((one != one) & (other != other))).all())

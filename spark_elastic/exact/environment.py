@@ -13,15 +13,14 @@ import torch
 
 from spark_elastic.collective.objects import allgather_object
 
-Environment = dict[str, str]
+log = logging.getLogger("spark_elastic.torch")
 
 
 class EnvironmentCheck:
     """Warns, once for each difference, where the bits of a result may differ because environments do."""
 
-    def __init__(self, environment: Environment, log: logging.Logger) -> None:
+    def __init__(self, environment: dict[str, str]) -> None:
         self.environment = environment
-        self._log = log
         self._warned: set[str] = set()
 
     def compare_members(self) -> None:
@@ -29,7 +28,7 @@ class EnvironmentCheck:
         everyone = allgather_object(self.environment)
         for rank, other in enumerate(everyone):
             if self._is_new(different := differences(everyone[0], other, was="there it is")):
-                self._log.warning(
+                log.warning(
                     "the result may depend on which worker computes which shard: rank %d differs from rank 0: %s. Use "
                     "machines and versions that are alike",
                     rank,
@@ -39,7 +38,7 @@ class EnvironmentCheck:
     def compare(self, then: Mapping[str, str]) -> None:
         """Compare with the environment in which the training was begun."""
         if self._is_new(different := differences(then, self.environment)):
-            self._log.warning(
+            log.warning(
                 "from here on, the result may differ in some bits from that of an uninterrupted training: %s", different
             )
 
@@ -52,7 +51,7 @@ class EnvironmentCheck:
 _VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA")
 
 
-def environment(threads: int) -> Environment:
+def environment(threads: int) -> dict[str, str]:
     """Return what the bits of a computation depend on besides the program and its data."""
     return {
         "torch": str(torch.__version__),  # of a type that torch.load(weights_only=True) accepts

@@ -7,8 +7,7 @@ draw the same numbers as in an undisturbed training, so the states travel with t
 from __future__ import annotations
 
 import random
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,15 +26,7 @@ and is done at resume points alone.
 
 
 class RandomStates:
-    """The states of the global generators and of others, seeded for each shard.
-
-    Args:
-        named: More generators: `torch.Generator` on the CPU, `numpy.random.Generator`, `numpy.random.RandomState` or
-            `random.Random`, in an order that is the same on all workers.
-
-    Raises:
-        UsageError: An object is not such a generator.
-    """
+    """The states of the global generators and of the `named` ones, seeded for each shard; see `VirtualWorkers`."""
 
     def __init__(self, named: Iterable[Any] = ()) -> None:
         found = [torch.default_generator, np.random.mtrand._rand, random._inst, *named]
@@ -44,34 +35,25 @@ class RandomStates:
     def __len__(self) -> int:
         return len(self._generators)
 
-    def seed(self, seed: int) -> None:
-        """Seed each generator with another number, derived from `seed`."""
-        for generator, kind, own in self._seeds(seed):
-            kind.seed(generator, own)
-
-    def save_seeded(self, seed: int) -> None:
-        """Save the present states for `put_back`: those that `seed` has just given for this seed."""
-        for generator, kind, own in self._seeds(seed):
-            _put_back[id(generator)] = partial(kind.seed, generator, own)
-
-    def _seeds(self, seed: int) -> Iterator[tuple[Any, _Kind, int]]:
+    def seed(self, seed: int, *, save: bool = False) -> None:
+        """Seed each generator with another number, derived from `seed`; `save` the states for `put_back`."""
         for number, (generator, kind) in enumerate(self._generators):
-            yield generator, kind, derived_key(seed, number)
+            own = derived_key(seed, number)
+            kind.seed(generator, own)
+            if save:
+                _put_back[id(generator)] = partial(kind.seed, generator, own)
 
     def encoded(self) -> list[Any]:
         """Save the present states for `put_back`, and return them for `load`: bytes and numbers alone."""
         states = [kind.read(generator) for generator, kind in self._generators]
-        self._save(states)
+        for (generator, kind), state in zip(self._generators, states, strict=True):
+            _put_back[id(generator)] = partial(kind.write, generator, state)
         return states
 
     def load(self, states: Sequence[Any]) -> None:
-        """Set the states to those that `encoded` has returned, in whatever process."""
-        self._save(states)
-        for generator, _ in self._generators:
-            _put_back[id(generator)]()
-
-    def _save(self, states: Sequence[Any]) -> None:
+        """Set the states to those that `encoded` has returned, in whatever process, and save them for `put_back`."""
         for (generator, kind), state in zip(self._generators, states, strict=True):
+            kind.write(generator, state)
             _put_back[id(generator)] = partial(kind.write, generator, state)
 
 
@@ -144,14 +126,9 @@ def _seed_numpy_legacy(generator: np.random.RandomState, seed: int) -> None:
     generator.set_state({**fresh, "has_gauss": 0, "gauss": 0.0})
 
 
-def _read_python(generator: random.Random) -> Any:
-    version, words, next_gauss = generator.getstate()
-    return version, array("I", words).tobytes(), next_gauss
-
-
 def _write_python(generator: random.Random, state: Any) -> None:
     version, words, next_gauss = state
-    generator.setstate((version, tuple(array("I", words)), next_gauss))
+    generator.setstate((version, tuple(words), next_gauss))
 
 
 _KINDS = (
@@ -168,5 +145,10 @@ _KINDS = (
         lambda generator: _encode(generator.get_state(legacy=False)),
         lambda generator, state: generator.set_state(_decode(state)),
     ),
-    _Kind(random.Random, lambda generator, seed: generator.seed(seed), _read_python, _write_python),
+    _Kind(
+        random.Random,
+        lambda generator, seed: generator.seed(seed),
+        lambda generator: generator.getstate(),
+        _write_python,
+    ),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,6 @@ from spark_elastic.exact.buffers import ShardBuffers
 from spark_elastic.exact.environment import EnvironmentCheck, environment
 from spark_elastic.exact.random_state import RandomStates
 from spark_elastic.exact.sums import ALIGNMENT_BYTES, PartialSums, ShardReduction, rows_of, tree_sum
-
-log = logging.getLogger("spark_elastic.torch")
 
 _all: weakref.WeakSet[VirtualWorkers] = weakref.WeakSet()
 """The virtual workers of this process: a loop may have several, such as one for each of two models."""
@@ -60,8 +57,34 @@ class VirtualShard:
 class VirtualWorkers:
     """Computes each batch in a fixed number of shards, of which each worker of the present world computes some.
 
-    Made by `hvd.elastic.virtual_workers`, which describes the arguments. Put it into the `TorchState` and into your own
-    checkpoints (`state_dict`): it warns when a training continues where its bits may differ.
+    A loop with virtual workers gives the same bits for any number of workers, kills and arrivals::
+
+        workers = hvd.elastic.virtual_workers(8, model, optimizer, seed=1, sums=["loss"])
+
+        for shard in workers.shards(len(batch), step=state.step):
+            rows = batch[shard.rows]
+            loss = cross_entropy(model(features[rows]), labels[rows], reduction="sum") / len(batch)
+            loss.backward()
+            shard.add("loss", loss)
+        optimizer.step()
+
+    Put it into the `TorchState` and into your own checkpoints (`state_dict`): it warns when a training continues where
+    its bits may differ.
+
+    Args:
+        count: The number of shards that each batch is cut into, the same for the whole training. Real workers beyond it
+            have nothing to compute.
+        model: The model, on the CPU. Batch normalisation takes the statistics of each shard by itself.
+        optimizer: A plain torch optimizer, not a `DistributedOptimizer`.
+        seed: The seed of the shards' random numbers. All generators are seeded at once.
+        threads: The number of torch's threads in this process from now on. Bits may depend on it.
+        sums: The names of numbers that shards `add`.
+        generators: The random generators that shards draw from besides the global ones of torch, numpy and `random`,
+            such as one in an attribute of the model: each a `torch.Generator`, `numpy.random.Generator`,
+            `numpy.random.RandomState` or `random.Random`.
+
+    Raises:
+        UsageError: The model or the optimizer cannot be used so.
     """
 
     def __init__(
@@ -83,21 +106,18 @@ class VirtualWorkers:
         """The sums of the numbers that the shards of the last batch have added, by name, the same on all workers."""
         self._names = {name: place for place, name in enumerate(sums)}
         self._model, self._optimizer = model, optimizer
-        self._check = EnvironmentCheck(environment(threads), log)
-        self.environment = self._check.environment
-        """What the bits of the result depend on besides the program and its data."""
+        self.environment_check = EnvironmentCheck(environment(threads))
         self._random = RandomStates(generators)
         about = f"seed {seed}, {threads} threads, sums {list(self._names)}, {len(self._random)} generators"
-        self._reduction = ShardReduction(count, about, self._check.compare_members)
-        self._buffers = ShardBuffers(model, self._reduction.gather)
+        self.reduction = ShardReduction(count, about, self.environment_check.compare_members)
+        self._buffers = ShardBuffers(model, self.reduction.gather)
         self._reduced = False
         """The gradients are those of a whole batch that no step has used yet."""
         self._hooks = _guard(optimizer, self)
         _all.add(self)
         align(model)
         self._use_threads()
-        self.seed_shard((), count)  # for what is drawn before the first batch
-        self._save_random_state(())
+        self._random.seed(derived_key(seed, count), save=True)  # for what is drawn before the first batch
 
     # --- one batch ------------------------------------------------------------------------------------
 
@@ -119,7 +139,7 @@ class VirtualWorkers:
             HorovodInternalError: A peer is gone. Nothing was changed.
             UsageError: A gradient is sparse, or shards have changed a buffer in ways that cannot be combined.
         """
-        bounds = [rows_of(shard, self.count, rows) for shard in self._reduction.shards()]
+        bounds = [rows_of(shard, self.count, rows) for shard in self.reduction.shards()]
         numbers = torch.zeros((self.count, len(self._names)), dtype=torch.float64)
         yield from self.compute(bounds, (step,), numbers)
         totals = tree_sum(numbers).tolist()
@@ -137,16 +157,16 @@ class VirtualWorkers:
         self._reduced = False
         self._use_threads()
         trains = torch.is_grad_enabled()
-        others = _Others(self) if trains else None
+        check_others = _watch_others(self) if trains else lambda: None
         params = self._params() if trains else []
         given = torch.zeros(len(params), dtype=torch.float64)
         has_buffers = (width := self._buffers.begin_step()) > 0
         width = width if trains else 0
         matrix = torch.zeros((self.count, 1 + numbers.shape[1] + width), dtype=torch.float64)
-        sums = self._reduction.partial_sums()
+        sums = self.reduction.partial_sums()
         self._drop_gradients()
         try:
-            for index, (start, stop) in zip(self._reduction.shards(), bounds, strict=True):
+            for index, (start, stop) in zip(self.reduction.shards(), bounds, strict=True):
                 if start == stop:
                     sums.add(None)
                     continue
@@ -159,8 +179,7 @@ class VirtualWorkers:
                 matrix[index, 1 : 1 + numbers.shape[1]] = numbers[index]
                 if width:
                     matrix[index, 1 + numbers.shape[1] :] = self._buffers.end_shard(index)
-            if others is not None:
-                others.check()
+            check_others()
             vote = self._exchange(params, sums, given, matrix, vote)
             numbers.copy_(matrix[:, 1 : 1 + numbers.shape[1]])
             if width:
@@ -176,17 +195,12 @@ class VirtualWorkers:
             raise
         self._drop_gradients(keep=params)
         self._reduced = trains
-        self.seed_shard(key, self.count)
-        self._save_random_state(key)
+        self._random.seed(derived_key(self.seed, *key, self.count), save=True)
         return vote
 
     def seed_shard(self, key: tuple[int, ...], index: int) -> None:
         """Seed all generators for one shard of the step with this key."""
         self._random.seed(derived_key(self.seed, *key, index))
-
-    def _save_random_state(self, key: tuple[int, ...]) -> None:
-        """Save the states after the last shard of a step, which has just been made the present ones."""
-        self._random.save_seeded(derived_key(self.seed, *key, self.count))
 
     @contextmanager
     def buffers_kept(self) -> Iterator[Callable[[], None]]:
@@ -196,14 +210,6 @@ class VirtualWorkers:
             yield self._buffers.put_back
         finally:
             self._buffers.put_back()
-
-    def gather(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Give all workers the rows of a float64 tensor that each has filled for its own shards, in place."""
-        return self._reduction.gather(numbers)
-
-    def own_shards(self) -> range:
-        """Return the shards that this worker computes in the present world."""
-        return self._reduction.shards()
 
     def close(self) -> None:
         """Detach from the optimizer."""
@@ -227,10 +233,7 @@ class VirtualWorkers:
 
     @staticmethod
     def _taken(params: Sequence[torch.Tensor], given: torch.Tensor) -> list[torch.Tensor]:
-        """Return the gradients of a shard, zeros where there is none, and take them from the parameters.
-
-        Elements of `given` become 1 where there is one.
-        """
+        """Take a shard's gradients from the parameters, zeros where there are none; `given` is 1 where there are."""
         gradients = []
         for at, param in enumerate(params):
             gradient, param.grad = param.grad, None
@@ -245,15 +248,10 @@ class VirtualWorkers:
         return gradients
 
     def _exchange(
-        self,
-        params: Sequence[torch.Tensor],
-        sums: PartialSums,
-        given: torch.Tensor,
-        matrix: torch.Tensor,
-        vote: float,
+        self, params: Sequence[torch.Tensor], sums: PartialSums, given: torch.Tensor, matrix: torch.Tensor, vote: float
     ) -> float:
         vector = torch.cat([matrix.view(-1), given, torch.tensor([vote], dtype=torch.float64)])
-        results = self._reduction.exchange(params, sums, vector)
+        results = self.reduction.exchange(params, sums, vector)
         matrix.copy_(vector[: matrix.numel()].view(matrix.shape))
         for param, result, count in zip(params, results, vector[matrix.numel() : -1].tolist(), strict=True):
             param.grad = result if count else None
@@ -266,7 +264,7 @@ class VirtualWorkers:
         return {
             "count": self.count,
             "seed": self.seed,
-            "environment": dict(self.environment),
+            "environment": dict(self.environment_check.environment),
             "random": self._random.encoded(),
         }
 
@@ -286,53 +284,11 @@ class VirtualWorkers:
                     f"the training was begun with {name}={then} of its virtual workers, and {name} is {now} now, which "
                     "gives another result; use the same"
                 )
-        self.compare_environment(state["environment"])
+        self.environment_check.compare(state["environment"])
         self._random.load(state["random"])
 
-    def compare_environment(self, then: Mapping[str, str]) -> None:
-        """Warn of what differs between the environment in which the training was begun and the present one."""
-        self._check.compare(then)
 
-
-def virtual_workers(
-    count: int,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    seed: int = 0,
-    threads: int = 1,
-    sums: Iterable[str] = (),
-    generators: Iterable[Any] = (),
-) -> VirtualWorkers:
-    """Return virtual workers, with which a loop gives the same bits for any number of workers, kills and arrivals.
-
-    ::
-
-        workers = hvd.elastic.virtual_workers(8, model, optimizer, seed=1, sums=["loss"])
-
-        for shard in workers.shards(len(batch), step=state.step):
-            rows = batch[shard.rows]
-            loss = cross_entropy(model(features[rows]), labels[rows], reduction="sum") / len(batch)
-            loss.backward()
-            shard.add("loss", loss)
-        optimizer.step()
-
-    Args:
-        count: The number of shards that each batch is cut into, the same for the whole training. Real workers beyond it
-            have nothing to compute.
-        model: The model, on the CPU. Batch normalisation takes the statistics of each shard by itself.
-        optimizer: A plain torch optimizer, not a `DistributedOptimizer`.
-        seed: The seed of the shards' random numbers. All generators are seeded at once.
-        threads: The number of torch's threads in this process from now on. Bits may depend on it.
-        sums: The names of numbers that shards `add`.
-        generators: The random generators that shards draw from besides the global ones of torch, numpy and `random`,
-            such as one in an attribute of the model: each a `torch.Generator`, `numpy.random.Generator`,
-            `numpy.random.RandomState` or `random.Random`.
-
-    Raises:
-        UsageError: The model or the optimizer cannot be used so.
-    """
-    return VirtualWorkers(count, model, optimizer, seed=seed, threads=threads, sums=sums, generators=generators)
+virtual_workers = VirtualWorkers
 
 
 def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -387,32 +343,34 @@ def _guard(optimizer: torch.optim.Optimizer, workers: VirtualWorkers) -> list[An
     return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
 
-class _Others:
-    """What the shards of these virtual workers must leave alone: gradients and buffers of others in this process."""
+def _watch_others(workers: VirtualWorkers) -> Callable[[], None]:
+    """Return a function that finds changes, by the shards of these workers, of gradients and buffers of others here.
 
-    def __init__(self, workers: VirtualWorkers) -> None:
-        others = [each for each in _all if each is not workers]
-        own = {id(buffer) for buffer in workers._model.buffers()} if others else set()
-        self._pending = [(each, _gradients(each)) for each in others if each._reduced]
-        self._buffers = [
-            (name, buffer, buffer._version)
-            for each in others
-            for name, buffer in each._model.named_buffers()
-            if id(buffer) not in own and not buffer.is_inference()
-        ]
+    It refuses a step with changed gradients, and raises UsageError if a buffer was changed.
+    """
+    others = [each for each in _all if each is not workers]
+    own = {id(buffer) for buffer in workers._model.buffers()} if others else set()
+    pending = [(each, _gradients(each)) for each in others if each._reduced]
+    buffers = [
+        (name, buffer, buffer._version)
+        for each in others
+        for name, buffer in each._model.named_buffers()
+        if id(buffer) not in own and not buffer.is_inference()
+    ]
 
-    def check(self) -> None:
-        """Refuse a step with gradients that were changed. Raises `UsageError` if a buffer was changed."""
-        for other, before in self._pending:
+    def check() -> None:
+        for other, before in pending:
             if _gradients(other) != before:
                 other._reduced = False
-        for name, buffer, version in self._buffers:
+        for name, buffer, version in buffers:
             if buffer._version != version:
                 raise UsageError(
                     f"a shard has changed the buffer {name}, which is not one of the model of these virtual workers, "
                     "but of other ones: each worker would keep its own value. Give both the same model, "
                     "torch.nn.ModuleList([...]) of all modules that their shards call"
                 )
+
+    return check
 
 
 def _gradients(workers: VirtualWorkers) -> list[tuple[int, int]]:
@@ -425,9 +383,7 @@ def align(model: torch.nn.Module) -> None:
     """Move parameters and buffers to memory as torch allocates it: bits may depend on where a tensor begins."""
     with torch.no_grad():
         for value in (*model.parameters(), *model.buffers()):
-            data = value.data
-            if (aligned := align_tensor(data)) is not data:
-                value.data = aligned
+            value.data = align_tensor(value.data)
 
 
 def align_tensor(tensor: torch.Tensor) -> torch.Tensor:

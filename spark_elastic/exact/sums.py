@@ -8,18 +8,18 @@ exchange these partial sums and add them up in the order of the tree (`ShardRedu
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
 from spark_elastic.collective.calls import agree
+from spark_elastic.collective.fused import flattened, shaped
 from spark_elastic.collective.group import Group, as_bytes
+from spark_elastic.collective.operators import Sum
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import global_process_set
-from spark_elastic.collective.reduction import Sum
 from spark_elastic.errors import HorovodInternalError, OutsideLoopError
 
 ALIGNMENT_BYTES = 64
@@ -47,36 +47,33 @@ def children(node: Node) -> tuple[Node, Node]:
     return (first, middle), (middle, last)
 
 
-def largest_subtrees(count: int, shards: range) -> list[Node]:
-    """Return the largest nodes of the tree over `count` shards that have shards of this range alone, in order."""
-
-    def within(node: Node) -> list[Node]:
-        if shards.start <= node[0] and node[1] <= shards.stop:
-            return [node]
-        if node[1] <= shards.start or shards.stop <= node[0]:
-            return []
-        left, right = children(node)
-        return within(left) + within(right)
-
-    return within((0, count)) if shards else []
-
-
 @functools.lru_cache(maxsize=64)
 def partials_of(count: int, size: int) -> tuple[tuple[Node, ...], ...]:
-    """Return the nodes of each member's partial sums, in rank order."""
-    return tuple(tuple(largest_subtrees(count, shards_of(rank, size, count))) for rank in range(size))
+    """Return the nodes of each member's partial sums, in rank order: the largest that have its shards alone."""
+
+    def within(shards: range, node: Node) -> tuple[Node, ...]:
+        if shards.start <= node[0] and node[1] <= shards.stop:
+            return (node,)
+        if node[1] <= shards.start or shards.stop <= node[0]:
+            return ()
+        left, right = children(node)
+        return within(shards, left) + within(shards, right)
+
+    ranges = [shards_of(rank, size, count) for rank in range(size)]
+    return tuple(within(shards, (0, count)) if shards else () for shards in ranges)
+
+
+def sum_below(node: Node, known: Mapping[Node, torch.Tensor]) -> torch.Tensor:
+    """Return the sum at a node of the tree, from those of nodes below it, or at it."""
+    if node in known:
+        return known[node]
+    left, right = children(node)
+    return sum_below(left, known) + sum_below(right, known)
 
 
 def tree_sum(rows: torch.Tensor) -> torch.Tensor:
     """Return the sum of the rows of a matrix, one for each shard, in the order of the tree."""
-
-    def value(node: Node) -> torch.Tensor:
-        if node[1] - node[0] == 1:
-            return rows[node[0]]
-        left, right = children(node)
-        return value(left) + value(right)
-
-    return value((0, len(rows))) + 0.0
+    return sum_below((0, len(rows)), {(shard, shard + 1): row for shard, row in enumerate(rows)}) + 0.0
 
 
 class PartialSums:
@@ -88,28 +85,24 @@ class PartialSums:
         for node in nodes:
             self._merges += _merges(node)
         self._added = 0
-        self._sums: list[_Sum] = []
-
-    def add(self, tensors: list[torch.Tensor] | None, *, given: bool = True) -> None:
-        """Add the next shard's tensors; None: it is empty. `given`: they may be changed, else they are only read."""
-        self._sums.append(_Sum(tensors, given))
-        for _ in range(self._merges[self._added]):
-            right, left = self._sums.pop(), self._sums.pop()
-            self._sums.append(_added(left, right))
-        self._added += 1
-
-    @property
-    def values(self) -> list[list[torch.Tensor] | None]:
+        self.values: list[list[torch.Tensor] | None] = []
         """The sums, one list of tensors for each node, to be read; None stands for zeros."""
-        return [each.tensors for each in self._sums]
+
+    def add(self, tensors: list[torch.Tensor] | None) -> None:
+        """Add the next shard's tensors, which are changed; None: it is empty."""
+        self.values.append(tensors)
+        for _ in range(self._merges[self._added]):
+            right, left = self.values.pop(), self.values.pop()
+            if left and right:
+                torch._foreach_add_(left, right)
+            self.values.append(right if left is None else left)
+        self._added += 1
 
     def total(self) -> list[torch.Tensor] | None:
         """Return the sum over all shards, which are this member's; a zero in it has no sign, see `_Flat.fill`."""
-        ((tensors, own),) = self._sums
-        if tensors and own:
+        (tensors,) = self.values
+        if tensors:
             torch._foreach_add_(tensors, 0.0)
-        elif tensors:
-            tensors = list(torch._foreach_add(tensors, 0.0))
         return tensors
 
     @property
@@ -126,42 +119,18 @@ def _merges(node: Node) -> list[int]:
     return found
 
 
-class _Sum(NamedTuple):
-    """The sum of some shards' tensors; None stands for zeros."""
-
-    tensors: list[torch.Tensor] | None
-    own: bool
-    """The tensors may be changed."""
-
-
-def _added(left: _Sum, right: _Sum) -> _Sum:
-    if left.tensors is None or right.tensors is None:
-        return right if left.tensors is None else left
-    if not left.tensors:
-        return left
-    if not left.own:
-        return _Sum(list(torch._foreach_add(left.tensors, right.tensors)), True)
-    torch._foreach_add_(left.tensors, right.tensors)
-    return left
-
-
 # --- the exchange ---------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class _Flat:
-    """The tensors of one type in one buffer.
+class _Flat(NamedTuple):
+    """The tensors of one type in one buffer."""
 
-    Attributes:
-        places: The positions of the tensors in the list of all.
-        starts: The index at which each tensor begins in the buffer.
-        slice_size: The elements that each member sums; the buffer has as many for each.
-    """
-
-    dtype: torch.dtype
     places: list[int]
+    """The positions of the tensors in the list of all."""
     starts: list[int]
+    """The index at which each tensor begins in the buffer."""
     slice_size: int
+    """The elements that each member sums; the buffer has as many for each."""
     buffer: torch.Tensor
     views: list[torch.Tensor]
 
@@ -183,24 +152,7 @@ class _Flat:
         """Return the tensors of this buffer, each with its elements in the memory order of the view."""
         if tensors is None:
             return None
-        return [_flattened(tensors[place], view) for place, view in zip(self.places, self.views, strict=True)]
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return True if the elements fill their memory without gaps and overlaps, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return tensor.numel() > 0
-
-
-def _flattened(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    if tensor.stride() != view.stride():
-        tensor = torch.empty_like(view).copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,))
+        return [flattened(tensors[place].detach(), view) for place, view in zip(self.places, self.views, strict=True)]
 
 
 def _flats(like: Sequence[torch.Tensor], size: int) -> list[_Flat]:
@@ -214,13 +166,9 @@ def _flats(like: Sequence[torch.Tensor], size: int) -> list[_Flat]:
         *starts, total = [0, *accumulate(sizes)]
         slice_size = -(-total // (size * unit)) * unit
         buffer = torch.zeros(slice_size * size, dtype=dtype)
-        views = []
-        for place, start in zip(places, starts, strict=True):
-            tensor = like[place]
-            part = buffer[start : start + tensor.numel()]
-            dense = _is_dense(tensor)
-            views.append(part.as_strided(tensor.shape, tensor.stride()) if dense else part.view(tensor.shape))
-        flats.append(_Flat(dtype, places, starts, slice_size, buffer, views))
+        tensors = [like[place] for place in places]
+        views = [shaped(buffer[at : at + each.numel()], each) for at, each in zip(starts, tensors, strict=True)]
+        flats.append(_Flat(places, starts, slice_size, buffer, views))
     return flats
 
 
@@ -277,10 +225,8 @@ class ShardReduction:
             raise
         process.saw_update(process.update_pending)
         numbers.add_(0.0)
-        value = sums.total()
-        if value is None:
-            return [torch.zeros_like(tensor) for tensor in like]
-        return value
+        total = sums.total()
+        return [torch.zeros_like(tensor) for tensor in like] if total is None else total
 
     def gather(self, numbers: torch.Tensor) -> torch.Tensor:
         """Sum a float64 tensor over the members in place, as `numbers` of `exchange`, and return it."""
@@ -318,9 +264,12 @@ class ShardReduction:
         vector = torch.cat([numbers + 0.0, torch.tensor([float(process.update_pending)], dtype=torch.float64)])
         nodes = partials_of(self.count, group.size)
         works: list[tuple[Any, Callable[[], Any] | None]] = [(group.allreduce(vector, Sum.gloo), None)]
-        few = sum(map(len, nodes)) <= 2
         for flat in self._flats if like else ():
-            works.append((_launch_sum(group, flat, sums), None) if few else _launch_slices(group, flat, sums, nodes))
+            if sum(map(len, nodes)) > 2:
+                works.append(_launch_slices(group, flat, sums, nodes))
+            else:  # the order in which two numbers are added does not matter
+                fill = functools.partial(flat.fill, flat.sources(sums.values[0] if sums.values else None))
+                works.append((group.allreduce(flat.buffer, Sum.gloo, fill), None))
         for work, then in works:
             group.wait(work)
             if then is not None:
@@ -334,38 +283,25 @@ class ShardReduction:
         return results
 
 
-def _launch_sum(group: Group, flat: _Flat, sums: PartialSums) -> Any:
-    """Launch a reduction of at most two partial sums: the order in which two numbers are added does not matter."""
-    sources = flat.sources(sums.values[0] if sums.values else None)
-    return group.allreduce(flat.buffer, Sum.gloo, lambda out, start: flat.fill(sources, out, start))
-
-
 def _launch_slices(
     group: Group, flat: _Flat, sums: PartialSums, nodes: Sequence[Sequence[Node]]
 ) -> tuple[Any, Callable[[], Any]]:
     """Launch the exchange of slices; the function that is returned adds them up and launches the way back."""
     own, size = len(sums.values), flat.slice_size
-    sent = torch.empty((group.size, own, size), dtype=flat.dtype)
+    sent = flat.buffer.new_empty((group.size, own, size))
     for number, value in enumerate(sums.values):
         sources = flat.sources(value)
         for member in range(group.size):
             flat.fill(sources, sent[member, number], member * size)
-    received = torch.empty((sum(map(len, nodes)), size), dtype=flat.dtype)
-    row_bytes = size * flat.dtype.itemsize
+    received = sent.new_empty((sum(map(len, nodes)), size))
+    row_bytes = size * sent.itemsize
     work = group.alltoall(
         as_bytes(received), as_bytes(sent), [len(each) * row_bytes for each in nodes], [own * row_bytes] * group.size
     )
 
     def add_up() -> Any:
         known = dict(zip((node for each in nodes for node in each), received, strict=True))
-        root = max(node[1] for node in known)
-
-        def value(node: Node) -> torch.Tensor:
-            if node in known:
-                return known[node]
-            left, right = children(node)
-            return value(left).add_(value(right))
-
-        return group.allgather(as_bytes(flat.buffer), as_bytes(value((0, root)).contiguous()))
+        total = sum_below((0, max(node[1] for node in known)), known)
+        return group.allgather(as_bytes(flat.buffer), as_bytes(total.contiguous()))
 
     return work, add_up

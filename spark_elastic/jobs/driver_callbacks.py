@@ -11,7 +11,6 @@ a stop takes effect at the end of the epoch that is then running. `fit` itself r
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
@@ -112,17 +111,6 @@ class DriverCallback:
         """Called once at the end, also after an error, if `on_fit_start` returned. The workers are gone by then."""
 
 
-def check_driver_callbacks(callbacks: Sequence[DriverCallback]) -> None:
-    """Raise `InvalidSettingsError` if the time that a callback may take for a decision is impossible."""
-    for each in callbacks:
-        limit = each.decides_within_s
-        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 <= limit <= MOST_WAIT_S:
-            raise InvalidSettingsError(
-                f"decides_within_s of {type(each).__name__} must be a number of seconds from 0 to {MOST_WAIT_S:g}, "
-                f"not {limit!r}"
-            )
-
-
 class CallbackSession:
     """Calls the driver's callbacks during one fit, in their order: a `driver.peers.JobObserver`.
 
@@ -131,7 +119,13 @@ class CallbackSession:
 
     def __init__(self, callbacks: DriverCallback | Sequence[DriverCallback]) -> None:
         self._callbacks = (callbacks,) if isinstance(callbacks, DriverCallback) else tuple(callbacks)
-        check_driver_callbacks(self._callbacks)
+        for each in self._callbacks:
+            limit = each.decides_within_s
+            if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 <= limit <= MOST_WAIT_S:
+                raise InvalidSettingsError(
+                    f"decides_within_s of {type(each).__name__} must be a number of seconds from 0 to "
+                    f"{MOST_WAIT_S:g}, not {limit!r}"
+                )
         self._started: list[DriverCallback] = []
         #: Events to call on the fit's thread; None: the job is over.
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -189,7 +183,12 @@ class CallbackSession:
 
     def membership_changed(self, change: MembershipChange) -> None:
         """Take a change of the workers."""
-        self._events.put(lambda: self._call_change(change))
+
+        def call() -> None:
+            for each in self._callbacks:
+                self._note_stop(each, "on_membership_change", each.on_membership_change(change))
+
+        self._events.put(call)
 
     def job_over(self) -> None:
         """End `deliver` once it has called the events that are there. No event may come after this."""
@@ -197,20 +196,27 @@ class CallbackSession:
 
     # --- the fit's thread -------------------------------------------------------------------------
 
-    def fit(self, run: DriverRun) -> contextlib.AbstractContextManager[None]:
-        """Call `on_fit_start` now and `on_fit_end` at the end of the block, with `succeeded`'s or the block's error."""
-        return _Fit(self, run)
+    def fit(self, run: DriverRun) -> CallbackSession:
+        """Return this session, whose block calls `on_fit_start` and, with its result or error, `on_fit_end`."""
+        self._run = run
+        return self
 
-    def begin(self, run: DriverRun) -> None:
-        """Call `on_fit_start` of all callbacks."""
-        for each in self._callbacks:
-            self._note_stop(each, "on_fit_start", each.on_fit_start(run))
-            self._started.append(each)
+    # no generator, from which a StopIteration of a callback would not come out
+    def __enter__(self) -> None:
+        try:
+            for each in self._callbacks:
+                self._note_stop(each, "on_fit_start", each.on_fit_start(self._run))
+                self._started.append(each)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
 
-    def end(self, error: BaseException | None) -> None:
-        """Call `on_fit_end` of all callbacks that have begun. Raises the first error of these if `error` is None."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Call `on_fit_end` of all callbacks that have begun. Raises the first error of these if the block has none."""
         if error is not None:
-            self._result = replace(self._result, error=error, model=None, history=self.history)
+            with self._lock:
+                history = History([self._rows[epoch] for epoch in sorted(self._rows)])
+            self._result = replace(self._result, error=error, model=None, history=history)
         first: BaseException | None = None
         for each in self._started:
             try:
@@ -240,12 +246,6 @@ class CallbackSession:
                 self.raised = error
                 raise
 
-    @property
-    def history(self) -> History:
-        """The epochs that were reported."""
-        with self._lock:
-            return History([self._rows[epoch] for epoch in sorted(self._rows)])
-
     def _call_epoch(self, epoch: int, row: Row) -> None:
         try:
             for each in self._callbacks:
@@ -257,41 +257,19 @@ class CallbackSession:
             for answer in answers:
                 answer(self.stop_reason)
 
-    def _call_change(self, change: MembershipChange) -> None:
-        for each in self._callbacks:
-            self._note_stop(each, "on_membership_change", each.on_membership_change(change))
-
     def _note_stop(self, callback: DriverCallback, event: str, returned: Any) -> None:
-        name = type(callback).__name__
-        if returned is None or (type(returned).__name__ in ("bool", "bool_") and not returned):  # numpy's too
+        name, is_bool = type(callback).__name__, type(returned).__name__ in ("bool", "bool_")  # numpy's too
+        if returned is None or (is_bool and not returned):
             return
-        if isinstance(returned, str) or type(returned).__name__ in ("bool", "bool_"):
-            if not callback.decides_within_s:
-                raise InvalidSettingsError(
-                    f"{event} of {name} returned {returned!r:.200} to stop the training, but its decides_within_s is "
-                    "0, so no worker waits for it; give it the seconds that the workers may wait for each epoch"
-                )
-            reason = returned if isinstance(returned, str) and returned else f"{name} requested the end of the training"
-            self.stop_reason = self.stop_reason or reason
-            return
-        raise InvalidSettingsError(
-            f"{event} of {name} returned {returned!r:.200} ({type(returned).__name__}); return None or False to "
-            "continue the training, True or the reason as a str to stop it"
-        )
-
-
-class _Fit:
-    """The block of `CallbackSession.fit`. No generator, from which a StopIteration of a callback would not come out."""
-
-    def __init__(self, session: CallbackSession, run: DriverRun) -> None:
-        self._session, self._run = session, run
-
-    def __enter__(self) -> None:
-        try:
-            self._session.begin(self._run)
-        except BaseException as error:
-            self._session.end(error)
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._session.end(error)
+        if not is_bool and not isinstance(returned, str):
+            raise InvalidSettingsError(
+                f"{event} of {name} returned {returned!r:.200} ({type(returned).__name__}); return None or False to "
+                "continue the training, True or the reason as a str to stop it"
+            )
+        if not callback.decides_within_s:
+            raise InvalidSettingsError(
+                f"{event} of {name} returned {returned!r:.200} to stop the training, but its decides_within_s is 0, so "
+                "no worker waits for it; give it the seconds that the workers may wait for each epoch"
+            )
+        reason = returned if isinstance(returned, str) and returned else f"{name} requested the end of the training"
+        self.stop_reason = self.stop_reason or reason

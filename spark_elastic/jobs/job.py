@@ -96,11 +96,11 @@ class ElasticJob:
 
     def events(self) -> list[Record]:
         """Return the membership timeline so far: typed records, with times in seconds since the epoch."""
-        return self._driver.events()
+        return self._driver.announcer.timeline
 
     def changes(self) -> list[MembershipChange]:
         """Return the changes of the workers so far, in words and numbers, with times in seconds since the epoch."""
-        return self._driver.changes()
+        return self._driver.announcer.changes
 
     @property
     def status_url(self) -> str | None:

@@ -116,17 +116,14 @@ def run(call: RunCall) -> list[Any]:
         UserFunctionError: `fn` raised; carries rank, host and traceback.
         JobError: The job could not continue (NotEnoughSlotsError, StateLostError, ResetLimitError, ...).
     """
-    if not call.callbacks:
-        job = start(call)
-        with cancelled_on_error(job):
-            return job.result()
     session, began = CallbackSession(call.callbacks), clock.wall()
     name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
     with session.fit(DriverRun(name, plain_settings(call), run_id=call.run_id)):
-        job = start(call, session)
+        job = start(call, session if session else None)
         try:
             with cancelled_on_error(job):
-                session.deliver(until_stop=True)
+                if session:
+                    session.deliver(until_stop=True)
                 if session.stop_reason and not job.done():
                     job.cancel(session.stop_reason)
                 returned = job.result()
@@ -167,11 +164,6 @@ def cancelled_on_error(job: ElasticJob) -> Iterator[None]:
 
 def plain_settings(call: RunCall) -> dict[str, Any]:
     """Return the arguments that were given as text for people, without the values of environment variables."""
-    given = {each.name: getattr(call, each.name) for each in declarations(RunCall)}
-    return describe_settings(
-        {
-            name: value
-            for name, value in given.items()
-            if name not in ("fn", "args", "kwargs", "callbacks", "spark") and value is not None
-        }
-    )
+    names = [each.name for each in declarations(RunCall)]
+    given = {name: getattr(call, name) for name in names if name not in ("fn", "args", "kwargs", "callbacks", "spark")}
+    return describe_settings({name: value for name, value in given.items() if value is not None})

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import uuid
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from typing import Any
 from spark_elastic import clock
 from spark_elastic.data.shared_store import ensure_shared
 from spark_elastic.data.store import Store
-from spark_elastic.elastic.loop import WithCheckpoints
+from spark_elastic.elastic.loop import call_with_checkpoints
 from spark_elastic.elastic.run_checkpoints import RunCheckpoints, folder_of
 from spark_elastic.errors import CheckpointError, StoreError
 from spark_elastic.jobs.settings import RunCall
@@ -43,13 +44,16 @@ class RunFolder:
 
     def writing(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function for the workers, whose loops write checkpoints and resume from them."""
-        return WithCheckpoints(function, RunCheckpoints(self.lease.fence, self.resume))
+        checkpoints = RunCheckpoints(self.lease.fence, self.resume)
+        writing = functools.partial(call_with_checkpoints, function, checkpoints)
+        return functools.update_wrapper(writing, function, updated=())
 
     def in_words(self) -> str:
         """Return a line about where the job begins."""
         if not self.resume:
-            return f"commits are written to {self.run.url}; to resume, give the same checkpoint_dir and {self._named()}"
-        return f"resuming {self._named()} in {self.run.url} from {_steps(self.resume)}"
+            how = f"give the same checkpoint_dir and run_id={self.run_id!r}"
+            return f"commits are written to {self.run.url}; to resume, {how}"
+        return f"resuming run_id={self.run_id!r} in {self.run.url} from {_steps(self.resume)}"
 
     def resumable(self) -> str:
         """Return what can be resumed now, to append to the message of an error."""
@@ -60,12 +64,9 @@ class RunFolder:
         if not found:
             return f"; nothing was committed in {self.run.url} yet"
         return (
-            f"; {self._named()} in {self.run.url} has {_steps(found)}: call run again with the same checkpoint_dir and "
-            "run_id to resume from there"
+            f"; run_id={self.run_id!r} in {self.run.url} has {_steps(found)}: call run again with the same "
+            "checkpoint_dir and run_id to resume from there"
         )
-
-    def _named(self) -> str:
-        return f"run_id={self.run_id!r}"
 
 
 def open_run(call: RunCall, cluster: Cluster | None, undo: contextlib.ExitStack) -> RunFolder:

@@ -9,40 +9,60 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
+from spark_elastic import settings as check
 from spark_elastic.data.store import Store
 from spark_elastic.driver.hosts import HostDiscovery
 from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.jobs.driver_callbacks import DriverCallback, check_driver_callbacks
-from spark_elastic.settings import LONGEST_S, ScalingSettings, Setting, meant_device, whole_number
+from spark_elastic.jobs.driver_callbacks import DriverCallback
+from spark_elastic.settings import LONGEST_S, ScalingSettings, Setting, meant_device
 from spark_elastic.wire.interfaces import is_address, plain_address
 from spark_elastic.wire.ports import valid_ports
 
 # --- checks: return the value in its plain type, or raise InvalidSettingsError -----------------------
 
 
-def _discovery(name: str, value: Any) -> Any:
-    if callable(getattr(value, "find_available_hosts_and_slots", None)):
-        return value
-    problem = f"{name} must be a HostDiscoveryScript, FixedHosts, or have their method, not {_shown(value)}"
-    raise InvalidSettingsError(f"{problem}; for a script give HostDiscoveryScript(path), for a list FixedHosts(hosts)")
+_discovery = check.accepting(
+    "a HostDiscoveryScript, FixedHosts, or have their method",
+    lambda value: callable(getattr(value, "find_available_hosts_and_slots", None)),
+    hint="; for a script give HostDiscoveryScript(path), for a list FixedHosts(hosts)",
+)
+_stream = check.accepting("an open text file", lambda value: callable(getattr(value, "write", None)))
+_launcher = check.accepting(
+    "a LocalLauncher", lambda value: isinstance(value, LocalLauncher), hint="; without one, Spark is used"
+)
+_run_folders = check.accepting(
+    "a path, a URI or a Store", lambda value: isinstance(value, (str, Path, Store)) and value != ""
+)
+_seconds_or_none = check.accepting(
+    "a number of seconds, or 0 to keep none",
+    lambda value: not isinstance(value, bool) and isinstance(value, numbers.Real) and 0 <= float(value) <= LONGEST_S,
+    float,
+)
+_function = check.accepting("the function itself", callable, hint="; to call train(5), give train, args=(5,)")
+_arguments = check.accepting(
+    "a list or a tuple",
+    lambda value: isinstance(value, Sequence) and not isinstance(value, (str, bytes)),
+    tuple,
+    "; one argument is args=(x,)",
+)
 
 
 def _environment(name: str, value: Any) -> dict[str, str]:
     if not isinstance(value, Mapping):
-        raise InvalidSettingsError(f"{name} must be a dict of variables, not {_shown(value)}")
+        raise check.wrong(name, "a dict of variables", value)
     for variable, text in value.items():
         if not isinstance(variable, str) or not variable or "=" in variable or "\0" in variable:
             raise InvalidSettingsError(f"{name}: {variable!r} is no name of an environment variable")
         if not isinstance(text, str) or "\0" in text:
-            raise InvalidSettingsError(f"{name}: the value of {variable} must be a str without NUL, not {_shown(text)}")
+            raise check.wrong(f"{name}: the value of {variable}", "a str without NUL", text)
     return dict(value)
 
 
 def _interface_names(name: str, value: Any) -> tuple[str, ...] | None:
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, (Sequence, set, frozenset)) or not all(isinstance(n, str) and n.strip() for n in names):
-        raise InvalidSettingsError(f"{name} must be names of network interfaces, such as 'eth0', not {_shown(value)}")
+        raise check.wrong(name, "names of network interfaces, such as 'eth0'", value)
     return tuple(each.strip() for each in names) or None
 
 
@@ -58,14 +78,8 @@ def _device(name: str, value: Any) -> str:
     return value
 
 
-def _stream(name: str, value: Any) -> Any:
-    if not callable(getattr(value, "write", None)):
-        raise InvalidSettingsError(f"{name} must be an open text file, not {_shown(value)}")
-    return value
-
-
 def _verbosity(name: str, value: Any) -> int:
-    return int(value) if isinstance(value, bool) else whole_number(name, value, at_least=0)
+    return int(value) if isinstance(value, bool) else check.whole_number(name, value, at_least=0)
 
 
 def checked_status_port(name: str, value: Any) -> int | str:
@@ -77,39 +91,18 @@ def checked_status_port(name: str, value: Any) -> int | str:
     if isinstance(value, str) and value == "auto":
         return value
     if isinstance(value, (str, bool)):
-        what = "a port, 0 for any free one, 'auto', or None for no status page"
-        raise InvalidSettingsError(f"{name} must be {what}, not {_shown(value)}")
-    port = whole_number(name, value, at_least=0)
+        raise check.wrong(name, "a port, 0 for any free one, 'auto', or None for no status page", value)
+    port = check.whole_number(name, value, at_least=0)
     if port > 65535:
         raise InvalidSettingsError(f"{name} must be a port of at most 65535, not {port}; 0 takes any free one")
     return port
 
 
-def _launcher(name: str, value: Any) -> Any:
-    if not isinstance(value, LocalLauncher):
-        raise InvalidSettingsError(f"{name} must be a LocalLauncher, not {value!r}; without one, Spark is used")
-    return value
-
-
 def _driver_callbacks(name: str, value: Any) -> tuple[Any, ...]:
     given = (value,) if isinstance(value, DriverCallback) else value
     if not isinstance(given, (list, tuple)) or not all(isinstance(each, DriverCallback) for each in given):
-        raise InvalidSettingsError(f"{name} must be a list of spark_elastic.DriverCallback, not {_shown(value)}")
-    check_driver_callbacks(given)
+        raise check.wrong(name, "a list of spark_elastic.DriverCallback", value)
     return tuple(given)
-
-
-def _run_name(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"[\w=-][\w.=-]*", value):
-        what = "letters, digits, '_', '-', '=' and '.', not beginning with '.'"
-        raise InvalidSettingsError(f"{name} must be {what}, not {_shown(value)}")
-    return value
-
-
-def _run_folders(name: str, value: Any) -> Any:
-    if not isinstance(value, (str, Path, Store)) or value == "":
-        raise InvalidSettingsError(f"{name} must be a path, a URI or a Store, not {_shown(value)}")
-    return value
 
 
 def _host(name: str, value: Any) -> str:
@@ -117,43 +110,6 @@ def _host(name: str, value: Any) -> str:
     if not host or "/" in host or (":" in host and not is_address(host)):
         raise InvalidSettingsError(f"{name} must be an address or a host's name, without a port, not {value!r}")
     return host
-
-
-def _seconds_or_none(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= LONGEST_S:
-        raise InvalidSettingsError(f"{name} must be a number of seconds, or 0 to keep none, not {_shown(value)}")
-    return float(value)
-
-
-def _switch(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidSettingsError(f"{name} must be True or False, not {value!r}")
-    return value
-
-
-def _function(name: str, value: Any) -> Any:
-    if not callable(value):
-        fix = "to call train(5), give train, args=(5,)"
-        raise InvalidSettingsError(f"the first argument must be the function itself, not {_shown(value)}; {fix}")
-    return value
-
-
-def _arguments(name: str, value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        fix = f"one argument is {name}=(x,)"
-        raise InvalidSettingsError(f"{name} must be a list or a tuple, not {_shown(value)}; {fix}")
-    return tuple(value)
-
-
-def _keyword_arguments(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise InvalidSettingsError(f"{name} must be a dict with names as keys, not {_shown(value)}")
-    return dict(value)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"
 
 
 # --- the settings -----------------------------------------------------------------------------------
@@ -180,7 +136,7 @@ class RunSettings(ScalingSettings):
     ] = None
     ship_package: Annotated[
         bool,
-        Setting("Spark Connect: send this package to executors that lack it, for this session.", _switch),
+        Setting("Spark Connect: send this package to executors that lack it, for this session.", check.boolean),
     ] = False
     discovery: Annotated[
         HostDiscovery | None,
@@ -225,7 +181,7 @@ class RunSettings(ScalingSettings):
             "encrypt messages between the driver and its agents and workers (membership, progress, log lines). "
             "Needs the package cryptography on the driver and on executors (extra `encryption`). Gradients between "
             "hosts are not affected, see docs/security.md.",
-            _switch,
+            check.boolean,
             on_command_line=True,
         ),
     ] = False
@@ -302,7 +258,7 @@ class RunSettings(ScalingSettings):
         Setting(
             "name of this run below `checkpoint_dir`. A call with the run_id of a job that has ended, in whatever way, "
             "resumes from its last commit. Default: a new name, which is printed.",
-            _run_name,
+            check.identifier,
             on_command_line=True,
         ),
     ] = None
@@ -325,4 +281,4 @@ class RunCall(RunSettings):
 
     fn: Annotated[Callable[..., Any], Setting("the function; it and its arguments travel by cloudpickle.", _function)]
     args: Annotated[Sequence[Any], Setting("its positional arguments.", _arguments)] = ()
-    kwargs: Annotated[Mapping[str, Any] | None, Setting("its keyword arguments.", _keyword_arguments)] = None
+    kwargs: Annotated[Mapping[str, Any] | None, Setting("its keyword arguments.", check.dictionary)] = None

@@ -8,47 +8,109 @@ import errno
 import functools
 import itertools
 import os
+import pickle
 import socket
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from spark_elastic import clock
 from spark_elastic.driver.addresses import check_interfaces
 from spark_elastic.driver.elastic_driver import ElasticDriver, EventSource
 from spark_elastic.driver.hosts import HostManager
+from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.driver.output import OutputFiles, OutputPrinter
 from spark_elastic.driver.peers import JobObserver
 from spark_elastic.driver.pickled_call import pickled
 from spark_elastic.driver.status_server import TOKEN_VARIABLE, StatusServer, listen_for_pages, make_token
 from spark_elastic.errors import InvalidSettingsError, UnknownInterfaceError
 from spark_elastic.jobs.job import ElasticJob
-from spark_elastic.jobs.places import Place, place_of
-from spark_elastic.jobs.settings import RunCall
+from spark_elastic.jobs.settings import RunCall, RunSettings
 from spark_elastic.jobs.tracking import tracking_environment, warn_of_local_store
+from spark_elastic.membership.launcher import Launcher, OnEnded
 from spark_elastic.membership.topology import SlotReport
-from spark_elastic.reporting.job_status import Document, StatusModel
+from spark_elastic.reporting.job_status import StatusModel
 from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.reporting.screens import in_notebook
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.spark.cluster import Cluster
-from spark_elastic.spark.discovery import Waiting
+from spark_elastic.spark.discovery import Waiting, place_workers
 from spark_elastic.spark.own_modules import check_modules
+from spark_elastic.spark.session import checked_cluster
 from spark_elastic.task import spark_agent
 from spark_elastic.task.reaper import default_child_signal
 from spark_elastic.task.user_frames import ALL_FRAMES_SETTING
 from spark_elastic.wire.framing import new_key, require_encryption
-from spark_elastic.wire.interfaces import THIS_MACHINE
+from spark_elastic.wire.interfaces import THIS_MACHINE, address_of, on_this_machine
 from spark_elastic.wire.messages import LaunchSpec, interpreter, modules_of, slowest_import
 from spark_elastic.wire.ports import Ports, listen
-
-if TYPE_CHECKING:
-    from spark_elastic.jobs.run_folder import RunFolder
 
 CONNECT_TIMEOUT_S = 60.0
 KEPT_IN_NOTEBOOK_S = 60.0
 """The default of `keep_workers` in a notebook, where somebody runs one cell after the other."""
 
 _job_numbers = itertools.count(1)
+
+
+# --- where a job runs: in a `Cluster` of Spark, or as plain processes of this machine ----------------
+
+
+class ThisMachine:
+    """Runs workers as plain processes of this machine. Has those members of `Cluster` that a job needs."""
+
+    is_local = True
+    master = "local"
+
+    def __init__(self, launcher: LocalLauncher) -> None:
+        self._launcher = launcher
+
+    def slots(self) -> int:
+        raise InvalidSettingsError("a LocalLauncher has no slots to count; set num_proc")
+
+    def fixed_slots(self) -> int | None:
+        return None
+
+    def listen_at(self) -> tuple[str, tuple[str, ...]]:
+        host = "::1" if "::1" in self._launcher.hosts else THIS_MACHINE
+        return host, (host,)
+
+    def ports(self, setting: str, given: int | str | None) -> Ports:
+        return Ports.parse(given or 0)
+
+    def host_of(self, name: str) -> str:
+        address = address_of(name)
+        return address if address in self._launcher.hosts else on_this_machine(address)
+
+    def make_launcher(
+        self, spec: LaunchSpec, settings: ElasticSettings, on_ended: OnEnded, agent: Callable[..., Any]
+    ) -> Launcher:
+        return self._launcher.bind(spec, on_ended)
+
+    def sources(self) -> list[EventSource]:
+        return []
+
+    def console(self, verbose: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+Place = Cluster | ThisMachine
+
+
+def place_of(call: RunSettings) -> Place:
+    """Return the place in which a call of `run` has its workers.
+
+    Raises:
+        UsageError: There is no session to run in: see `checked_cluster`.
+    """
+    if call.launcher is not None:
+        return ThisMachine(call.launcher)
+    cluster = checked_cluster(call.spark)
+    if cluster is call.spark:  # of a fit, whose session may have ended since
+        cluster.check()
+    cluster.apply(call.driver_host, call.ship_package)
+    return cluster
+
+
+# --- the job ---------------------------------------------------------------------------------------
 
 
 @default_child_signal()
@@ -68,21 +130,31 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
         sources.append(HostManager(call.discovery, place.host_of))
     bind, addresses = place.listen_at()
     with contextlib.ExitStack() as undo:  # releases everything if the job cannot be started
-        folder = _open_run(call, place, undo)
-        if folder is not None:
+        folder = None
+        if call.checkpoint_dir is not None:
+            from spark_elastic.jobs.run_folder import open_run  # it imports torch
+
+            folder = open_run(call, place if isinstance(place, Cluster) else None, undo)
             function = pickled(folder.writing(call.fn), tuple(call.args), call.kwargs)
         listening = _listen(bind, place.ports("driver_port", call.driver_port), call.launcher is not None)
         undo.callback(listening.close)
         port = listening.getsockname()[1]
         spec = _launch_spec(call, place, function, tuple((address, port) for address in addresses))
         progress = ProgressModel() if call.verbose else None
-        printer = _printer(call, progress, undo)
+        files = None if call.output_dir is None else OutputFiles(call.output_dir)
+        if files is not None:
+            undo.callback(files.close)
+        printer = OutputPrinter(call.stdout, call.stderr, progress, None if files is None else files.add)
+        undo.callback(printer.close)
         undo.enter_context(place.console(call.verbose))
         if fewer and call.verbose:
             printer.say(f"spark_elastic: {fewer}")
         if folder is not None and call.verbose:
             printer.say(f"spark_elastic: {folder.in_words()}")
-        status = StatusModel(spec.job, settings, clock.monotonic()) if _has_status_page(call, place) else None
+        has_page = call.status_port is not None
+        if call.status_port == "auto":
+            has_page = place.is_local and call.verbose > 0
+        status = StatusModel(spec.job, settings, clock.monotonic()) if has_page else None
         driver = ElasticDriver(
             spec,
             settings,
@@ -101,23 +173,30 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
         undo.callback(driver.close)
         page = None
         if status is not None:
-            page = _serve_status(call, place, functools.partial(driver.document, status))
+            token = make_token()
+            at, of_page = (THIS_MACHINE, (THIS_MACHINE,)) if place.is_local else (bind, addresses)
+            page_socket = listen_for_pages(at, call.status_port if isinstance(call.status_port, int) else 0)
+            page = StatusServer(page_socket, of_page[0], token, functools.partial(driver.document, status))
+            page.start()
             undo.callback(page.close)
             if call.verbose:
-                printer.say(f"spark_elastic: status page: {_shown_address(page)}")
+                given = TOKEN_VARIABLE in os.environ  # a token that was made for this job alone may be shown
+                shown = f"{page.address} (token: ${TOKEN_VARIABLE})" if given else page.url
+                printer.say(f"spark_elastic: status page: {shown}")
         if progress is not None:
             progress.imports = slowest_import(spec.preimport)
-            progress.describe_cluster = lambda: place.load(driver.tasks_pending)
+            if isinstance(place, Cluster):
+                progress.describe_cluster = lambda: place.load(driver.tasks_pending)
         clean_up = undo.pop_all()
     url = None if page is None else page.url
     lease = None if folder is None else folder.lease
 
-    def place_workers() -> None:
-        waiting = Waiting(driver.stop_requested, driver.note_waiting)
-        reports = place.place_workers(spark_agent.look_at_slot, spec, settings, listening, waiting)
-        _check_interfaces(reports, spec, settings)
+    def prepare() -> None:
+        if isinstance(place, Cluster):
+            waiting = Waiting(driver.stop_requested, driver.note_waiting)
+            _check_interfaces(place_workers(place, spec, settings, listening, waiting), spec, settings)
 
-    return ElasticJob(spec.job, driver, place_workers, clean_up.close, url, lease)
+    return ElasticJob(spec.job, driver, prepare, clean_up.close, url, lease)
 
 
 def _check_interfaces(reports: Sequence[SlotReport], spec: LaunchSpec, settings: ElasticSettings) -> None:
@@ -135,23 +214,27 @@ def _check_interfaces(reports: Sequence[SlotReport], spec: LaunchSpec, settings:
 def prepare_workers(call: RunCall) -> None:
     """Let the executors import what the workers of a call will need, if they are to keep it. Returns at once.
 
-    The job that follows need not be started: what was imported is kept as long as after a job.
+    The job that follows need not be started: what was imported is kept as long as after a job. Behind Spark Connect,
+    this would cost more than it gains.
     """
     keep_s = _keep_workers_s(call)
     if keep_s <= 0:
         return
-    modules = modules_of(pickled(call.fn, (), None))
-    env = dict(call.env or {})
+    place = place_of(call)
+    if not isinstance(place, Cluster) or place.remote:
+        return
+    env, modules = dict(call.env or {}), modules_of(pickled(call.fn, (), None))
     spec = LaunchSpec("", (), b"", b"", 0.0, "", env=env, device=call.device, preimport=modules, keep_workers_s=keep_s)
-    place_of(call).prepare_workers(spark_agent.prepare_workers, spec, call.max_num_proc or call.num_proc)
+    payload = pickle.dumps(spec)
+    now = place.count_slots().now or 0
+    width = min(call.max_num_proc or call.num_proc or now, now)
 
+    def task(_rows: Any) -> list[Any]:
+        spark_agent.prepare_workers(payload)
+        return []
 
-def _open_run(call: RunCall, place: Place, undo: contextlib.ExitStack) -> RunFolder | None:
-    if call.checkpoint_dir is None:
-        return None
-    from spark_elastic.jobs.run_folder import open_run  # it imports torch
-
-    return open_run(call, place if isinstance(place, Cluster) else None, undo)
+    if width > 0:
+        place.start_tasks(task, width, "spark_elastic: imports of workers")
 
 
 def _launch_spec(
@@ -186,15 +269,6 @@ def _keep_workers_s(call: RunCall) -> float:
     return KEPT_IN_NOTEBOOK_S if in_notebook() else 0.0
 
 
-def _printer(call: RunCall, progress: ProgressModel | None, undo: contextlib.ExitStack) -> OutputPrinter:
-    files = None if call.output_dir is None else OutputFiles(call.output_dir)
-    if files is not None:
-        undo.callback(files.close)
-    printer = OutputPrinter(call.stdout, call.stderr, progress, None if files is None else files.add)
-    undo.callback(printer.close)
-    return printer
-
-
 def _listen(bind: str, ports: Ports, local: bool) -> socket.socket:
     try:
         return listen(bind, ports, "driver_port", backlog=1024)
@@ -221,26 +295,3 @@ def _within(place: Place, settings: ElasticSettings) -> tuple[ElasticSettings, s
         return limited, ""
     fewer = f"starting with {slots} workers instead of num_proc={settings.num_proc}"
     return limited, f"{fewer}: master {place.master} has no more slots"
-
-
-# --- the status page ------------------------------------------------------------------------------
-
-
-def _has_status_page(call: RunCall, place: Place) -> bool:
-    if call.status_port == "auto":
-        return place.is_local and call.verbose > 0
-    return call.status_port is not None
-
-
-def _serve_status(call: RunCall, place: Place, document: Callable[[], Document]) -> StatusServer:
-    token = make_token()
-    bind, addresses = (THIS_MACHINE, (THIS_MACHINE,)) if place.is_local else place.listen_at()
-    port = call.status_port if isinstance(call.status_port, int) else 0
-    page = StatusServer(listen_for_pages(bind, port), addresses[0], token, document)
-    page.start()
-    return page
-
-
-def _shown_address(page: StatusServer) -> str:
-    """Return the page's address for the program's output: with a token only if it was made for this job."""
-    return f"{page.address} (token: ${TOKEN_VARIABLE})" if TOKEN_VARIABLE in os.environ else page.url

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import threading
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,7 +23,7 @@ log = logging.getLogger("spark_elastic")
 _URI, _RUN, _EXPERIMENT = "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"
 _STORES_BY_NAME = ("databricks", "databricks-uc", "uc")
 """Tracking URIs without a scheme that are no folders."""
-_thread = threading.local()
+_search = ContextVar[str | None]("search", default=None)
 
 
 def active_run_id() -> str | None:
@@ -39,17 +39,16 @@ def active_run_id() -> str | None:
 @contextlib.contextmanager
 def fits_of(run_id: str | None) -> Iterator[None]:
     """Let fits in the block know the run that was active where their search began: its threads have none."""
-    before, _thread.search = search_run_id(), run_id
+    before = _search.set(run_id)
     try:
         yield
     finally:
-        _thread.search = before
+        _search.reset(before)
 
 
 def search_run_id() -> str | None:
     """Return the run that `fits_of` has set on this thread; None outside of such a block."""
-    found: str | None = getattr(_thread, "search", None)
-    return found
+    return _search.get()
 
 
 def tracking_environment() -> dict[str, str]:
@@ -60,8 +59,7 @@ def tracking_environment() -> dict[str, str]:
     """
     mlflow: Any = sys.modules.get("mlflow")
     try:
-        active = None if mlflow is None else mlflow.active_run()
-        if active is None:
+        if mlflow is None or (active := mlflow.active_run()) is None:
             return {}
         return {
             _URI: _absolute(mlflow.get_tracking_uri()),

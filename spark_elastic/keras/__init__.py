@@ -12,8 +12,8 @@ import spark_elastic.keras.backend  # noqa: F401
 
 # isort: split
 from spark_elastic.collective import surface
+from spark_elastic.collective.operators import Compression
 from spark_elastic.collective.process import process
-from spark_elastic.collective.reduction import Compression
 from spark_elastic.collective.surface import *  # noqa: F403
 from spark_elastic.keras import callbacks, elastic
 from spark_elastic.keras.callbacks import BestModelCheckpoint

@@ -138,6 +138,19 @@ def _copied(value: Any) -> Any:
     raise NotPlain
 
 
+def same(one: Any, other: Any) -> bool:
+    """Return True if two plain values, or arrays, or collections of them, are equal; a NaN equals another one."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, np.ndarray):
+        return one.shape == other.shape and bool((one == other).all())
+    return bool(one == other or (one != one and other != other))
+
+
 def _recorded(value: Any) -> Any:
     """Return a value of a History: tensors and variables as numbers or arrays, other objects as text."""
     if keras.ops.is_tensor(value) or isinstance(value, keras.Variable):

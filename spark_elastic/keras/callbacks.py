@@ -13,8 +13,8 @@ from spark_elastic.collective.objects import allgather_object
 from spark_elastic.collective.operations import is_provisional
 from spark_elastic.collective.process import rank, size
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
+from spark_elastic.collective.replicas import VariableComparison
 from spark_elastic.elastic.handlers import take_over
-from spark_elastic.elastic.replicas import VariableComparison
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.backend import BACKEND
 from spark_elastic.keras.callback_state import resume_point

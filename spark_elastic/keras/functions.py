@@ -9,8 +9,8 @@ from typing import Any
 
 import keras
 
+from spark_elastic.collective.operators import Average, Compression, ReduceOp
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, Compression, ReduceOp
 from spark_elastic.errors import UnsupportedOperationError
 from spark_elastic.keras.archives import check_saved
 from spark_elastic.keras.backend import BACKEND

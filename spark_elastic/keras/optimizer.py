@@ -10,8 +10,8 @@ from weakref import WeakSet
 
 import keras
 
+from spark_elastic.collective.operators import Average, Compression, ReduceOp
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, Compression, ReduceOp
 from spark_elastic.elastic.call_stack import calling_object, is_called_by
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.backend import BACKEND, has_value, native, outside_of_graphs

@@ -11,7 +11,7 @@ from torch.autograd import Function
 from spark_elastic.collective.batch_statistics import is_without_rows, sum_rows
 from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.collective.process_sets import ProcessSet
-from spark_elastic.elastic.replicas import VariableComparison
+from spark_elastic.collective.replicas import VariableComparison
 
 Gradient = torch.Tensor | None
 Update = Callable[[list[Any]], None]

@@ -88,10 +88,7 @@ class CutPeers(Command):
 
 @dataclass(frozen=True, slots=True)
 class RerunFunction(Command):
-    """Have a worker call its function again with its present state: its world broke after the function had returned.
-
-    The result that it returned before is dropped.
-    """
+    """Have a worker call its function again with its present state, as its world broke after the function returned."""
 
     worker: WorkerId
     run: int  # number of the call; only the result of the newest one counts

@@ -1,17 +1,15 @@
-"""Time as the membership machine sees it: pauses of the driver, timers, and the detection of silent processes.
+"""Time as the membership machine sees it: pauses of the driver, and timers.
 
 Nothing here reads a clock; times come in as arguments.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
 
-_CLOCK_STEP_S = 5.0
-"""The largest jump of the wall clock that is taken for a correction; a larger one means that the computer slept."""
+_CLOCK_STEP_S = 5.0  # the largest jump of the wall clock that is a correction; else the computer slept
 
 
 class MachineClock:
@@ -60,84 +58,48 @@ def paused_within(last_s: float, now: float, pauses: Sequence[tuple[float, float
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Timers(Generic[Key]):
-    """One deadline per key."""
+class Timer(Generic[Key]):
+    """Deadlines of one kind, by the slot, agent, worker or host that each belongs to; 0 if there is only one.
 
-    def __init__(self) -> None:
-        self._due: dict[Key, float] = {}
+    `on_due(key, now)` is called when a deadline has come, `delay_s` after `start`.
+    """
+
+    def __init__(self, timers: list[Timer[Any]], on_due: Callable[[Key, float], object], delay_s: float = 0.0) -> None:
+        """`timers`: the machine's, to which this one is added. Of equal deadlines, those of the first come first."""
+        self._on_due = on_due
+        self._delay_s = delay_s
+        self._due: OrderedDict[Key, float] = OrderedDict()  # the earliest first
+        self._not_before = float("-inf")
+        timers.append(self)
+
+    def start(self, key: Key, now: float) -> None:
+        """Set the key's deadline, in place of the one it has. O(1), as the delay is the same for all keys."""
+        self._due[key] = max(now + self._delay_s, self._not_before)
+        self._due.move_to_end(key)
 
     def set(self, key: Key, due: float) -> None:
-        """Set the key's deadline, in place of the one it has."""
+        """Set the key's deadline to another time."""
         self._due[key] = due
+        self._due = OrderedDict(sorted(self._due.items(), key=lambda item: item[1]))
 
-    def cancel(self, *keys: Key) -> None:
-        """Remove the deadlines of these keys, if they have any."""
-        for key in keys:
-            self._due.pop(key, None)
+    def cancel(self, key: Key) -> None:
+        self._due.pop(key, None)
 
-    def get(self, key: Key) -> float | None:
+    def due(self, key: Key) -> float | None:
         """Return the key's deadline; None: it has none."""
         return self._due.get(key)
 
-    def next(self) -> float | None:
-        """Return the earliest deadline; None: there is none."""
-        return min(self._due.values(), default=None)
-
-    def pop(self, now: float) -> Key | None:
-        """Remove and return one key that is due, earliest first; None: none is due."""
-        key = min(self._due, key=self._due.__getitem__, default=None)
-        if key is None or self._due[key] > now:
-            return None
-        del self._due[key]
-        return key
-
-
-class Silence(Generic[Key]):
-    """Finds keys that were not heard for `timeout_s`. `heard` takes O(1), as the timeout is the same for all keys."""
-
-    def __init__(self, timeout_s: float, interval_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._interval_s = interval_s
-        self._heard: OrderedDict[Key, float] = OrderedDict()  # the longest silent first
-        self._not_before = float("-inf")
-
-    def heard(self, key: Key, now: float) -> None:
-        """Record a message of the key. Adds the key if it is new."""
-        self._heard[key] = now
-        self._heard.move_to_end(key)
-
-    def forget(self, key: Key) -> None:
-        self._heard.pop(key, None)
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._heard
-
-    def excuse(self, until: float) -> None:
-        """Let no key expire before `until`."""
+    def postpone(self, until: float) -> None:
+        """Let no deadline come before `until`, nor those that are started later."""
         self._not_before = max(self._not_before, until)
+        for key, due in self._due.items():
+            self._due[key] = max(due, until)
 
-    def next(self) -> float | None:
-        """Return when the first key expires if it is not heard before; None: there is no key."""
-        for heard in self._heard.values():
-            return max(heard + self._timeout_s, self._not_before)
-        return None
+    def next(self) -> float:
+        """Return the earliest deadline; infinity: there is none."""
+        return next(iter(self._due.values()), float("inf"))
 
-    def expired(self, now: float) -> list[Key]:
-        """Remove and return the keys that were silent for too long.
-
-        If this call is late by more than a heartbeat interval, the driver itself was stopped or had no CPU time, and
-        may not have received messages. The overdue keys get one more interval then.
-        """
-        due = self.next()
-        if due is None or due > now:
-            return []
-        silent = itertools.takewhile(lambda item: item[1] + self._timeout_s <= now, self._heard.items())
-        overdue = [key for key, _ in silent]
-        if now > due + self._interval_s:
-            for key in overdue:
-                self._heard[key] = now - self._timeout_s + self._interval_s
-            self._heard = OrderedDict(sorted(self._heard.items(), key=lambda item: item[1]))
-            return []
-        for key in overdue:
-            del self._heard[key]
-        return overdue
+    def ring(self, now: float) -> None:
+        """Handle the earliest deadline."""
+        key, _ = self._due.popitem(last=False)
+        self._on_due(key, now)

@@ -5,16 +5,15 @@ Most are pure functions; the class `Quorum` applies them while a job waits.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from spark_elastic.errors import JobError, NotEnoughSlotsError
+from spark_elastic.errors import JobError, NotEnoughSlotsError, UnequalStepsError
+from spark_elastic.membership.deadlines import Timer
 from spark_elastic.membership.failures import RegroupBackoff
 from spark_elastic.membership.ranking import assign
 from spark_elastic.membership.reasons import (
     LossKind,
-    UnequalSteps,
     Wait,
     WaitKind,
     WorldChange,
@@ -39,8 +38,7 @@ class Decision:
 
     go: bool
     wait: Wait | None = None  # what to wait for; None: build it, or give up
-    deadline: float | None = None  # when the answer changes if nothing happens
-    expired: bool = False  # the time to wait is over: give up
+    deadline: float = float("inf")  # when the answer changes if nothing happens
 
 
 def _standing(worker: Worker) -> tuple[int, int, int]:
@@ -92,13 +90,12 @@ def interruption(registry: WorkerRegistry, minimum: int) -> WorldChange | None:
 def survivors_wait(registry: WorkerRegistry, left_s: float) -> Wait:
     """Return the wait for the survivors of a broken world, which have `left_s` seconds to come back."""
     survivors = registry.states[TRAINING].values()
-    ranks = sorted(each.rank or 0 for each in survivors) if len(survivors) <= _MOST_RANKS_NAMED else []
     return Wait(
         WaitKind.SURVIVORS,
         have=len(survivors),
         left_s=left_s,
         round=registry.round,
-        ranks=tuple(ranks),
+        ranks=ranks_of(survivors) if len(survivors) <= _MOST_RANKS_NAMED else (),
         finishing=registry.after_loop(),
     )
 
@@ -117,7 +114,7 @@ def build_world(round: int, members: Sequence[Worker]) -> World:
     return World(round, ranked, root=root, version=best.version, sync=not same)
 
 
-def unequal_steps(members: Sequence[Worker], done: Sequence[Worker]) -> UnequalSteps | None:
+def unequal_steps(members: Sequence[Worker], done: Sequence[Worker]) -> UnequalStepsError | None:
     """Return which ranks of a world have left the collectives that all the others wait in; None if none has.
 
     A rank whose function has returned (`done`) takes part in none, and one after its elastic loop in none of that loop.
@@ -130,8 +127,13 @@ def unequal_steps(members: Sequence[Worker], done: Sequence[Worker]) -> UnequalS
     waiting = [worker for worker in members if worker not in left]
     if not left or not waiting or any(worker.blocked_s is None for worker in waiting):
         return None
-    ranks = [tuple(sorted(worker.rank or 0 for worker in each)) for each in (left, waiting)]
-    return UnequalSteps(ranks[0], ranks[1], None if furthest is None else furthest.steps)
+    return UnequalStepsError(
+        left=ranks_of(left), waiting=ranks_of(waiting), step=None if furthest is None else furthest.steps
+    )
+
+
+def ranks_of(workers: Iterable[Worker]) -> tuple[int, ...]:
+    return tuple(sorted(worker.rank or 0 for worker in workers))
 
 
 class Quorum:
@@ -140,7 +142,8 @@ class Quorum:
     def __init__(self, context: MachineContext, scheduler: SlotScheduler) -> None:
         self._settings = context.settings
         self._registry = context.registry
-        self._timers = context.timers
+        #: Only makes a `Tick` come: after each event, `evaluate` compares the time with the deadline itself.
+        self.timer = Timer[int](context.timers, lambda _, now: None)
         self._scheduler = scheduler
         self._since, self._until = 0.0, 0.0  # the present wait of the job
         self._setting = "start_timeout"  # the setting that says how long it may last
@@ -153,7 +156,7 @@ class Quorum:
         limit_s = self._settings.start_timeout_s if setting == "start_timeout" else self._settings.elastic_timeout_s
         self._since, self._until, self._setting = now, now + limit_s, setting
         self._enough_since = None
-        self._timers.set(("quorum", 0), self._until)
+        self.timer.set(0, self._until)
 
     def first_world(self, ready: int, now: float) -> Decision:
         """Decide if `ready` workers are enough for a world that starts without a state."""
@@ -171,11 +174,6 @@ class Quorum:
             return Decision(False, Wait(WaitKind.GRACE, ready, want, need, until - now), until)
         return self._wait_until_deadline(Wait(WaitKind.MINIMUM, ready, want, need, deadline - now), now)
 
-    def reached(self, ready: int, before: WorldChange) -> WorldChange:
-        """Return why a world without a state starts now. `before`: why workers had to be gathered for it."""
-        want, need, grace_s = self._settings.num_proc, self._settings.min_num_proc, self._settings.start_grace_s
-        return WorldChange(WorldChangeKind.GATHERED, ready, want, need, grace_s, before=before)
-
     def next_world(self, have: int, now: float) -> Decision:
         """Decide if `have` workers (with those that are done) are enough to continue from their state."""
         need = self._settings.min_num_proc
@@ -184,8 +182,7 @@ class Quorum:
         return self._wait_until_deadline(Wait(WaitKind.REPLACEMENTS, have, 0, need, self._until - now), now)
 
     def _wait_until_deadline(self, wait: Wait, now: float) -> Decision:
-        over = now >= self._until
-        return Decision(False, None if over else wait, self._until, expired=over)
+        return Decision(False, None if now >= self._until else wait, self._until)
 
     def paced(self, decision: Decision, now: float) -> Decision:
         """Return the decision, or one to wait during a pause after worlds that broke with no worker lost."""
@@ -193,13 +190,6 @@ class Quorum:
         if not decision.go or until <= now:
             return decision
         return Decision(False, Wait(WaitKind.RETRY, self.backoff.count, left_s=until - now), until)
-
-    def wait_for(self, decision: Decision) -> Wait:
-        """Set the timer for a decision to wait. Returns the wait, with why slots are missing."""
-        assert decision.wait is not None
-        assert decision.deadline is not None
-        self._timers.set(("quorum", 0), decision.deadline)
-        return dataclasses.replace(decision.wait, missing=self._scheduler.causes_of_missing())
 
     def not_enough(self, have: int, last_loss: str, now: float) -> NotEnoughSlotsError:
         """Return the error for too few workers in time."""

@@ -64,11 +64,9 @@ class WorkerAlive(Event):
     """A heartbeat of a worker."""
 
     worker: WorkerId
-    version: StateVersion | None = None
-    """The version of its state so far; None: it holds no state, or has not entered the elastic loop yet."""
+    version: StateVersion | None = None  # of its state; None: it holds none, or has not entered the elastic loop yet
     blocked_s: float | None = None  # how long it has waited in a collective for the others; None: it does not wait
-    after_loop: bool = False
-    """Its elastic loop has returned, and it has entered no other: it runs the code after the loop."""
+    after_loop: bool = False  # its elastic loop has returned, and it has entered no other
     begun: int = 0  # the newest round in which it holds the state and has begun to train; 0: none
 
 
@@ -77,8 +75,7 @@ class AgentAlive(Event):
     """A heartbeat of an agent."""
 
     agent: AgentId
-    running: WorkerId | None = None
-    """The worker whose process runs, neither stopped nor ended. None: there is none, or the agent cannot tell."""
+    running: WorkerId | None = None  # the worker whose process runs; None: there is none, or it cannot be said
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """Repeated failures: pauses for slots, executors, hosts and worlds, and the point at which a job fails.
 
-`Cooldown` and `RegroupBackoff` make pauses. `CrashLoopDetector` and `BootFailures` find failures that would come back
-after any pause.
+`Cooldown` and `RegroupBackoff` make pauses. `CrashLoopDetector` finds crashes that would come back after any pause.
 """
 
 from __future__ import annotations
@@ -10,20 +9,15 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from spark_elastic.errors import RepeatedCrashError, WorkerStartError
+from spark_elastic.errors import RepeatedCrashError
 from spark_elastic.membership.events import WorkerLost
-from spark_elastic.membership.reasons import LossKind, loss_in_words
 from spark_elastic.membership.registry import Worker
 from spark_elastic.membership.timeline import CooldownStarted
-from spark_elastic.membership.topology import BEGINNING, AgentId, Place, SlotId, StateVersion, WorkerId
+from spark_elastic.membership.topology import BEGINNING, AgentId, Place, StateVersion, WorkerId
 from spark_elastic.settings import ElasticSettings
 
-# --- pauses of slots, executors and hosts ---------------------------------------------------------
-
-DEFAULT_PAUSES_S = (0.5, 60.0)
-"""Shortest and longest pause where a pause is needed although cooldown is off."""
-_FIRST_COOLED = {"slot": 1, "executor": 3, "host": 6}
-"""The number of failures from which one of the kind cools down: one failed slot says little about its executor."""
+DEFAULT_PAUSES_S = (0.5, 60.0)  # shortest and longest pause where a pause is needed although cooldown is off
+_FIRST_COOLED = {"slot": 1, "executor": 3, "host": 6}  # the failures of one kind from which on it cools down
 
 
 def _pause_s(range_s: tuple[float, float], doublings: int) -> float:
@@ -56,27 +50,20 @@ class Cooldown:
     def failed(self, place: Place, now: float) -> list[CooldownStarted]:
         """Count a failure of the slot, executor and host. Returns a record of each that has to pause because of it."""
         levels = (("slot", str(place.slot)), ("executor", place.executor), ("host", place.host))
-        return [record for kind, name in levels for record in self._count(kind, name, now)]
-
-    def slot_failed(self, slot: SlotId, now: float) -> list[CooldownStarted]:
-        """Count a failure of a slot alone, because its executor is not known or not the cause. Returns as `failed`."""
-        return self._count("slot", str(slot), now)
+        return [record for kind, name in levels for record in self.count(kind, name, now)]
 
     def ready_at(self, place: Place) -> float:
         """Return the time from which the slot may be used; it is in the past if it may be used now."""
-        return max(
-            self.slot_ready_at(place.slot), self._until("executor", place.executor), self._until("host", place.host)
-        )
+        slot = self.until("slot", str(place.slot))
+        return max(slot, self.until("executor", place.executor), self.until("host", place.host))
 
-    def slot_ready_at(self, slot: SlotId) -> float:
-        """Return the time from which the slot may be launched, whichever executor it will run on."""
-        return self._until("slot", str(slot))
-
-    def _until(self, kind: str, name: str) -> float:
+    def until(self, kind: str, name: str) -> float:
+        """Return the time from which the "slot", "executor" or "host" of that name may be used."""
         history = self._histories.get((kind, name))
         return float("-inf") if history is None else history.until
 
-    def _count(self, kind: str, name: str, now: float) -> list[CooldownStarted]:
+    def count(self, kind: str, name: str, now: float) -> list[CooldownStarted]:
+        """Count a failure of one slot, executor or host. Returns as `failed`."""
         if self._range_s is None:
             return []
         shortest, longest = self._range_s
@@ -96,8 +83,6 @@ class Cooldown:
         history.until = now + _pause_s(self._range_s, doublings)
         return [CooldownStarted(now, kind, name, history.failures, history.until)]
 
-
-# --- pauses between worlds ------------------------------------------------------------------------
 
 _FEWEST_TRIES = 5  # this many worlds are tried before the job is given up, even if that takes longer than the timeout
 
@@ -146,13 +131,10 @@ class RegroupBackoff:
         return self.count >= _FEWEST_TRIES and now - self._first_at >= self._settings.elastic_timeout_s
 
 
-# --- crashes --------------------------------------------------------------------------------------
-
 REPORT_GRACE_S = 2.0
 """How long to wait for an agent's report of an exit, or for the loss of an agent that was killed with its worker. The
 channel of a dying process closes before its agent has read the end of its stderr."""
-EXITS_OF_OURS = frozenset({75, 76, 79})
-"""Codes with which a worker ends itself because others are gone, see `task.main`."""
+EXITS_OF_OURS = frozenset({75, 76, 79})  # a worker ends itself with these because others are gone, see `task.main`
 _NAMES_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGSTOP", "SIGPWR")
 _FROM_OUTSIDE = {getattr(signal, name, None) for name in _NAMES_FROM_OUTSIDE}  # not all systems have all of them
 """Signals that other processes send, a preemption for example; a crash raises a different one."""
@@ -177,7 +159,7 @@ class CrashLoopDetector:
     #: Members whose process died after the last applied step, with the time, while their agents were connected.
     _deaths: dict[WorkerId, tuple[Worker, float]] = field(default_factory=dict)
     #: The newest exits that agents reported, oldest first.
-    _exits: dict[WorkerId, WorkerLost] = field(default_factory=dict)
+    exits: dict[WorkerId, WorkerLost] = field(default_factory=dict)
     _rounds_that_trained: set[int] = field(default_factory=set)
 
     def note_version(self, version: StateVersion) -> None:
@@ -203,18 +185,14 @@ class CrashLoopDetector:
 
     def note_exit(self, exit: WorkerLost) -> None:
         """Record how a process ended, before or after its death: a closed connection is often heard first."""
-        self._exits[exit.worker] = exit
-        while len(self._exits) > _REMEMBERED:
-            del self._exits[next(iter(self._exits))]
+        self.exits[exit.worker] = exit
+        while len(self.exits) > _REMEMBERED:
+            del self.exits[next(iter(self.exits))]
 
     def crashes(self, now: float) -> list[tuple[Worker, WorkerLost]]:
         """Return the members whose deaths count as crashes, each with its exit, oldest first."""
-        known = [(member, at, self._exits[id]) for id, (member, at) in self._deaths.items() if id in self._exits]
+        known = [(member, at, self.exits[id]) for id, (member, at) in self._deaths.items() if id in self.exits]
         return [(member, exit) for member, at, exit in known if self._counts(member, at, exit, now)]
-
-    def may_be_a_loop(self) -> bool:
-        """Return True if more than one world lost a member since the last applied step, whatever the cause."""
-        return self._worlds_with_deaths() > 1
 
     def is_a_loop_at_the_end(self, now: float) -> bool:
         """Return True if crashes came back until no member was left, even if they are fewer than the limit."""
@@ -223,13 +201,13 @@ class CrashLoopDetector:
 
     def limit_reached(self, now: float) -> bool:
         """Return True if `limit` consecutive worlds had a crash."""
-        if self.limit is None or self._worlds_with_deaths() < self.limit:
+        if self.limit is None or self.worlds_with_deaths() < self.limit:
             return False
         return _worlds(member for member, _ in self.crashes(now)) >= self.limit
 
     def verdict_due_at(self, now: float) -> float | None:
         """Return when to check the limit again if no further event comes; None: it cannot be reached then."""
-        if self.limit is None or self._worlds_with_deaths() < self.limit:
+        if self.limit is None or self.worlds_with_deaths() < self.limit:
             return None
         due = max(at for _, at in self._deaths.values()) + REPORT_GRACE_S
         return due if due > now else None
@@ -250,7 +228,8 @@ class CrashLoopDetector:
             stderr_tail=next((exit.stderr_tail for _, exit in reversed(crashes) if exit.stderr_tail), ""),
         )
 
-    def _worlds_with_deaths(self) -> int:
+    def worlds_with_deaths(self) -> int:
+        """Count the worlds that lost a member since the last applied step, whatever the cause."""
         return _worlds(member for member, _ in self._deaths.values())
 
     def _counts(self, member: Worker, died_at: float, exit: WorkerLost, now: float) -> bool:
@@ -270,46 +249,3 @@ def _is_crash(exit: WorkerLost) -> bool:
 
 def _worlds(members: Iterable[Worker]) -> int:
     return len({member.round for member in members})
-
-
-@dataclass(slots=True)
-class BootFailures:
-    """Counts processes that exited before any worker of the job was ever ready.
-
-    From the first ready worker on, an exit is a failure of its slot, not of the way in which workers are started.
-    """
-
-    limit: int
-    any_ready: bool = False
-    count: int = 0
-    _newest: WorkerLost | None = None
-
-    @property
-    def limit_reached(self) -> bool:
-        """True if the processes that exited are too many for the job to continue."""
-        return not self.any_ready and self.count >= self.limit
-
-    @property
-    def is_explained(self) -> bool:
-        """True if nothing more is to come about the newest failure: an agent's report of an exit brings the stderr."""
-        if self._newest is None or self._newest.cause.kind is LossKind.DYING:
-            return False
-        return self._newest.cause.code is not None or bool(self._newest.stderr_tail)
-
-    def add(self, failure: WorkerLost) -> None:
-        """Count a process that exited."""
-        if not self.any_ready:
-            self.count += 1
-            self._newest = failure
-
-    def explain(self, exit: WorkerLost) -> bool:
-        """Store an agent's report of an exit if it is about the newest failure. Returns True if it is."""
-        if self._newest is None or self._newest.worker != exit.worker:
-            return False
-        self._newest = exit
-        return True
-
-    def error(self) -> WorkerStartError:
-        assert self._newest is not None
-        reason = loss_in_words(self._newest.cause)
-        return WorkerStartError(attempts=self.count, reason=reason, stderr_tail=self._newest.stderr_tail)

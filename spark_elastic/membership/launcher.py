@@ -17,10 +17,8 @@ class LaunchEnd:
 
     slot: SlotId
     cause: LossCause
-    outcome: AgentOutcome | None = None
-    """The agent's return value; None if it was lost, failed or never began."""
-    submitted: bool = True
-    """False: the launch failed in the driver itself, before any executor or process was involved."""
+    outcome: AgentOutcome | None = None  # the agent's return value; None if it was lost, failed or never began
+    submitted: bool = True  # false: the launch failed in the driver itself, before any executor or process was involved
 
 
 OnEnded = Callable[[LaunchEnd], None]
@@ -33,27 +31,18 @@ class Launcher(Protocol):
 
     def launch(self, slot: SlotId) -> None:
         """Start the slot's agent. Raise ValueError if the slot's previous launch is not over."""
-        ...
 
     def withdraw(self, slot: SlotId, cause: LossCause) -> None:
         """End the slot's launch, pending or running. No effect if it is over."""
-        ...
 
     def admit(self, slot: SlotId, launch: LaunchId) -> bool:
         """Return True if an agent that has connected belongs to a current launch; False if it must be sent away."""
-        ...
 
     def agent_present(self, slot: SlotId, present: bool) -> None:
         """Take note that the slot has a live agent from now on, or (False) that it has none any more."""
-        ...
 
     def gone(self) -> str | None:
-        """Return why nothing can ever be launched again, or None if nothing is known to prevent it.
-
-        Blocks for a second at most.
-        """
-        ...
+        """Return why nothing can ever be launched again; None: not known to be so. Blocks for a second at most."""
 
     def close(self, deadline_s: float) -> None:
         """End all launches and wait for that up to `deadline_s`. Later launches end at once. May be called again."""
-        ...

@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from spark_elastic.errors import JobCancelledError, LaunchError, UserFunctionError
+from spark_elastic.errors import JobCancelledError, LaunchError, UserFunctionError, WorkerStartError
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.commands import Command, DismissAgent
-from spark_elastic.membership.deadlines import Silence, paused_within
-from spark_elastic.membership.failures import REPORT_GRACE_S, BootFailures
+from spark_elastic.membership.deadlines import Timer, paused_within
+from spark_elastic.membership.failures import REPORT_GRACE_S
 from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words
 from spark_elastic.membership.registry import ADMITTED, AT_INIT, BOOTING, DONE, READY, TRAINING, Agent, Worker
-from spark_elastic.membership.slots import MachineContext, SlotScheduler, TimerKind
+from spark_elastic.membership.slots import MachineContext, SlotScheduler
 from spark_elastic.membership.states import ENDED, Phase
 from spark_elastic.membership.timeline import DriverStoodStill
 from spark_elastic.membership.topology import AgentId, WorkerId, World
@@ -37,15 +37,23 @@ class Membership:
     def __init__(self, settings: ElasticSettings) -> None:
         self.settings = settings
         self._now = float("-inf")
-        self._context = MachineContext(settings)
+        timers: list[Timer[Any]] = []
+        self._timers = timers
+        self._agent_silence = Timer(timers, self._on_agent_silent, settings.heartbeat_timeout_s)
+        self._silence = Timer(timers, self._on_worker_silent, settings.heartbeat_timeout_s)
+        boot_timer = Timer(timers, self._on_boot_due, settings.start_timeout_s)
+        self._exit_timer = Timer(timers, self._on_exit_due, REPORT_GRACE_S)
+        self._context = MachineContext(settings, timers, self._silence, boot_timer, self._exit_timer)
         self.registry = self._context.registry  # the record of the job's workers and worlds. For reading only
-        self._timers = self._context.timers
-        self._workers_heard = self._context.workers_heard
-        self._agents_heard: Silence[AgentId] = Silence(settings.heartbeat_timeout_s, settings.heartbeat_interval_s)
+        self._verdict_timer = Timer[int](timers, lambda _, now: self._judge_boot_failures(now, True), REPORT_GRACE_S)
+        self._crash_timer = Timer[int](timers, lambda _, now: self._judge_crashes(now))
+        self._exclusion_timer = Timer(timers, self._on_exclusion_due)
         self._crashes = self._context.crashes
-        self._boot_failures = BootFailures(settings.boot_failure_limit)
-        self._scheduler = SlotScheduler(self._context)
-        self._worlds = WorldLifecycle(self._context, self._scheduler)
+        #: Processes that exited before any worker was ever ready. Later ones are failures of their slots alone.
+        self._boot_failures: list[seen.WorkerLost] = []
+        self._any_ready = False
+        self._scheduler = scheduler = SlotScheduler(self._context)
+        self._worlds = WorldLifecycle(self._context, scheduler)
         self._pauses: deque[tuple[float, float]] = deque(maxlen=100)  # of the driver: when each ended, and its length
         #: Rank and host of the newest workers whose process exited.
         self._exited: dict[WorkerId, tuple[int | None, str]] = {}
@@ -62,10 +70,10 @@ class Membership:
             seen.AgentJoined: self._on_agent_joined,
             seen.AgentLost: self._on_agent_lost,
             seen.SlotEnded: self._on_slot_ended,
-            seen.ExecutorDecommissioned: self._on_executor_decommissioned,
+            seen.ExecutorDecommissioned: lambda event, now: self._vacate(scheduler.decommission(event.executor), now),
             seen.ExecutorLost: self._on_executor_lost,
             seen.HostsObserved: self._on_hosts_observed,
-            seen.CancelRequested: self._on_cancel_requested,
+            seen.CancelRequested: lambda event, now: self._worlds.fail(JobCancelledError(event.why), now),
             seen.Tick: self._on_tick,
         }
 
@@ -87,10 +95,8 @@ class Membership:
         """Return when to send a Tick if nothing else happens; None: never (before the start, after the end)."""
         if self.phase is Phase.CREATED or self.phase in ENDED:
             return None
-        deadlines = (self._timers.next(), self._agents_heard.next(), self._workers_heard.next())
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
-
-    # --- events -----------------------------------------------------------------------------------
+        due = min(timer.next() for timer in self._timers)
+        return None if due == float("inf") else due
 
     def handle(self, event: seen.Event, now: float) -> list[Command]:
         """Return the commands that answer the event, in order. `now`: seconds on a clock that does not go back.
@@ -120,9 +126,6 @@ class Membership:
         if worker is not None:
             self._worlds.on_address_lost(worker, now)
 
-    def _on_executor_decommissioned(self, event: seen.ExecutorDecommissioned, now: float) -> None:
-        self._vacate(self._scheduler.decommission(event.executor), now)
-
     def _on_executor_lost(self, event: seen.ExecutorLost, now: float) -> None:
         lost = LossCause(LossKind.EXECUTOR_LOST, name=event.executor, because=event.cause)
         for agent in self._scheduler.executor_lost(event.executor):
@@ -132,16 +135,13 @@ class Membership:
         if self._scheduler.observe_hosts(event.hosts):
             self._review(None, now)
 
-    def _on_cancel_requested(self, event: seen.CancelRequested, now: float) -> None:
-        self._worlds.fail(JobCancelledError(event.why), now)
-
     # --- workers ----------------------------------------------------------------------------------
 
     def _on_worker_alive(self, event: seen.WorkerAlive, now: float) -> None:
         worker = self.registry.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
-        self._workers_heard.heard(worker.id, now)
+        self._silence.start(worker.id, now)
         worker.heard_at = now
         worker.blocked_s = event.blocked_s
         if event.blocked_s is not None:
@@ -165,7 +165,7 @@ class Membership:
         worker = self.registry.workers.get(event.worker)
         if worker is None or worker.state is DONE:
             return
-        self._workers_heard.heard(worker.id, now)
+        self._silence.start(worker.id, now)
         worker.heard_at = now
         self._workers_can_start()
         if event.round != worker.round or worker.state is READY:
@@ -187,47 +187,56 @@ class Membership:
         self._worlds.on_done(worker, event.in_loop, now)
 
     def _workers_can_start(self) -> None:
-        self._boot_failures.any_ready = True
-        self._timers.cancel(("verdict", 0))
+        self._any_ready = True
+        self._verdict_timer.cancel(0)
 
     def _on_worker_lost(self, event: seen.WorkerLost, now: float) -> None:
         worker = self.registry.workers.get(event.worker)
         if event.exit_code is not None:
             self._crashes.note_exit(event)
         if worker is None:
-            # the agent's report of an exit comes after the channel's end, and it alone has the stderr
-            if event.exit_code is not None and self._boot_failures.explain(event):
-                self._judge_boot_failures(now)
+            self._judge_boot_failures(now)
             self._judge_crashes(now)
         elif worker.state is DONE:
             worker.exited = True  # its agent has its result, so the end of the process is no loss
         elif event.exit_code != 0:
             self._lose_worker(worker, event, now)
-        elif self._timers.get(("exit", worker.id)) is None:
+        elif self._exit_timer.due(worker.id) is None:
             # the worker's own channel may still hold a Done: wait until it is read to its end
-            self._timers.set(("exit", worker.id), now + REPORT_GRACE_S)
+            self._exit_timer.start(worker.id, now)
+
+    def _on_exit_due(self, worker: WorkerId, now: float) -> None:
+        loss = seen.WorkerLost(worker, LossCause(LossKind.EXITED, code=0))
+        self._lose_worker(self.registry.workers[worker], loss, now)
 
     def _lose_worker(self, worker: Worker, loss: seen.WorkerLost, now: float) -> None:
         """Remove a worker whose process is gone, and decide if the job can continue."""
         self._remember_exited(worker)
-        if worker.state is BOOTING:
-            self._boot_failures.add(loss)
+        if worker.state is BOOTING and not self._any_ready:
+            self._boot_failures.append(loss)
             self._judge_boot_failures(now)
             if self.phase in ENDED:
                 return
         if worker.state is TRAINING:
             self._crashes.note_death(worker, now)
-        self._worlds.end_worker(worker, loss.cause, now, failure=True)
+        self._worlds.end_worker(worker, loss.cause, now, stop=False, failed=True)
         self._judge_crashes(now)
 
-    def _judge_boot_failures(self, now: float) -> None:
-        """Fail the job if too many processes exited before any worker was ready."""
-        if not self._boot_failures.limit_reached:
+    def _judge_boot_failures(self, now: float, late: bool = False) -> None:
+        """Fail the job if too many processes exited before any worker was ready.
+
+        The agent's report of an exit comes after the channel's end, and it alone has the stderr. `late`: do not wait.
+        """
+        attempts = len(self._boot_failures)
+        if self._any_ready or attempts < self.settings.boot_failure_limit:
             return
-        if self._boot_failures.is_explained:
-            self._worlds.fail(self._boot_failures.error(), now)
-        else:
-            self._timers.set(("verdict", 0), now + REPORT_GRACE_S)
+        newest = self._boot_failures[-1]
+        newest = self._crashes.exits.get(newest.worker, newest)
+        if late or newest.exit_code is not None:
+            reason = loss_in_words(newest.cause)
+            self._worlds.fail(WorkerStartError(attempts=attempts, reason=reason, stderr_tail=newest.stderr_tail), now)
+        elif self._verdict_timer.due(0) is None:
+            self._verdict_timer.start(0, now)
 
     def _judge_crashes(self, now: float) -> None:
         """Fail the job, or exclude the host, if too many worlds in a row were ended by a crashed process."""
@@ -236,13 +245,13 @@ class Membership:
         if not self._crashes.limit_reached(now):
             due = self._crashes.verdict_due_at(now)
             if due is not None:
-                self._timers.set(("crash", 0), due)
+                self._crash_timer.set(0, due)
             return
         hosts = {member.place.host for member, _ in self._crashes.crashes(now)}
         if len(hosts) == 1:
             host = hosts.pop()
             if self._scheduler.can_do_without(host):
-                self._scheduler.exclude(host, self._crashes.limit or 0, now)
+                self._exclusion_timer.set(host, self._scheduler.exclude(host, self._crashes.limit or 0, now))
                 self._crashes.reset()
                 self._review(None, now)
                 return
@@ -254,7 +263,7 @@ class Membership:
             return
         if worker.state is not TRAINING:  # it was in no world: without a pause it would be restarted without end
             self._scheduler.count_failure(worker.agent, now)
-        self._worlds.end_worker(worker, LossCause(LossKind.ABANDONED, detail=event.why), now, stop=True)
+        self._worlds.end_worker(worker, LossCause(LossKind.ABANDONED, detail=event.why), now)
 
     def _on_worker_raised(self, event: seen.WorkerRaised, now: float) -> None:
         worker = self.registry.workers.get(event.worker)
@@ -279,25 +288,19 @@ class Membership:
         while len(self._exited) > _EXITS_REMEMBERED:
             del self._exited[min(self._exited)]
 
-    def _evict(self, worker_id: WorkerId, cause: LossCause, now: float) -> None:
-        """Remove a worker whose process may still run, and have the process killed."""
-        worker = self.registry.workers.get(worker_id)
-        if worker is not None:
-            self._worlds.end_worker(worker, cause, now, stop=True, failure=True)
-
     # --- agents and slots -------------------------------------------------------------------------
 
     def _on_agent_alive(self, event: seen.AgentAlive, now: float) -> None:
         agent = self.registry.agents.get(event.agent)
         if agent is None:
             return
-        self._agents_heard.heard(agent.id, now)
+        self._agent_silence.start(agent.id, now)
         worker = agent.worker
-        if worker is None or worker.id != event.running or worker.id not in self._workers_heard:
+        if worker is None or worker.id != event.running or self._silence.due(worker.id) is None:
             return
         # a worker whose own heartbeats are late may be in a long call that holds its interpreter's lock
         if now - worker.heard_at < self.settings.stall_timeout_s:
-            self._workers_heard.heard(worker.id, now)
+            self._silence.start(worker.id, now)
 
     def _on_agent_joined(self, event: seen.AgentJoined, now: float) -> None:
         slot = self.registry.slots.get(event.place.slot)
@@ -308,7 +311,7 @@ class Membership:
             self._send_home(slot.agent, LossCause(LossKind.AGENT_REPLACED), now)
         agent = self._scheduler.join(event.agent, event.place, now)
         if agent is not None:
-            self._agents_heard.heard(agent.id, now)
+            self._agent_silence.start(agent.id, now)
             self._review(agent.place.host, now)
             self._scheduler.fill(agent, now)
 
@@ -320,9 +323,8 @@ class Membership:
             ended = LossCause(LossKind.TASK_ENDED, because=event.cause)
             self._lose_agent(slot.agent, ended, now)
         self._scheduler.slot_ended(slot, event.cause, event.submitted, now)
-        refusal = self._scheduler.refusal()
-        if refusal is not None:
-            self._worlds.fail(LaunchError(reason=loss_in_words(refusal)), now)
+        if not self.registry.agents and all(slot.refusals > 1 for slot in self.registry.slots.values()):
+            self._worlds.fail(LaunchError(reason=loss_in_words(self._scheduler.causes_of_missing()[0])), now)
 
     def _on_agent_lost(self, event: seen.AgentLost, now: float) -> None:
         agent = self.registry.agents.get(event.agent)
@@ -334,7 +336,7 @@ class Membership:
 
     def _lose_agent(self, agent: Agent, cause: LossCause, now: float) -> None:
         """Remove an agent that is lost, with its worker."""
-        self._agents_heard.forget(agent.id)
+        self._agent_silence.cancel(agent.id)
         self._crashes.forget_agent(agent.id)
         self._scheduler.count_failure(agent, now)
         worker = agent.worker
@@ -374,50 +376,37 @@ class Membership:
             return  # heartbeats that were sent during the pause are received in time
         # TCP may take about as long as the pause to send again what the peers sent during it
         until = now + min(seconds, _LONGEST_RETRANSMISSION_S) + 2 * self.settings.heartbeat_interval_s
-        self._agents_heard.excuse(until)
-        self._workers_heard.excuse(until)
+        self._agent_silence.postpone(until)
+        self._silence.postpone(until)
         self._context.announce(DriverStoodStill(now, seconds))
 
     def _on_tick(self, _: seen.Tick, now: float) -> None:
-        silent = LossCause(LossKind.SILENT, seconds=self.settings.heartbeat_timeout_s)
-        for agent_id in self._agents_heard.expired(now):
-            agent = self.registry.agents.get(agent_id)
-            if agent is None:
-                continue  # dismissed meanwhile
+        interval_s = self.settings.heartbeat_interval_s
+        for silence in (self._agent_silence, self._silence):
+            if now > silence.next() + interval_s:  # the driver had no CPU time, and may not have received messages
+                silence.postpone(now + interval_s)
+        while self.phase not in ENDED and (first := min(self._timers, key=Timer.next)).next() <= now:
+            first.ring(now)
+
+    def _on_agent_silent(self, agent_id: AgentId, now: float) -> None:
+        agent = self.registry.agents.get(agent_id)
+        if agent is not None:  # not dismissed meanwhile
+            silent = LossCause(LossKind.SILENT, seconds=self.settings.heartbeat_timeout_s)
             self._send_home(agent, silent, now)
             self._scheduler.withdraw(agent.place.slot, LossCause(LossKind.AGENT_LOST, because=silent), now)
-        for worker_id in self._workers_heard.expired(now):
-            cause = silent
-            silent_s = now - self.registry.workers[worker_id].heard_at
-            if silent_s >= self.settings.stall_timeout_s:
-                cause = LossCause(LossKind.UNRESPONSIVE, seconds=silent_s)
-            self._evict(worker_id, cause, now)
-        while self.phase not in ENDED and (key := self._timers.pop(now)) is not None:
-            self._on_timer(*key, now)
 
-    def _on_timer(self, kind: TimerKind, number: int, now: float) -> None:
-        match kind:
-            case "boot":
-                self._evict(number, LossCause(LossKind.NOT_READY, seconds=self.settings.start_timeout_s), now)
-            case "stall":
-                self._worlds.on_stall_due(self.registry.workers[number], now)
-            case "exit":
-                loss = seen.WorkerLost(number, LossCause(LossKind.EXITED, code=0))
-                self._lose_worker(self.registry.workers[number], loss, now)
-            case "launch":
-                self._scheduler.launch(self.registry.slots[number])
-            case "crash":
-                self._judge_crashes(now)
-            case "exclusion":
-                self._scheduler.end_exclusion(number)
-                self._review(None, now)
-            case "fill":
-                self._scheduler.fill(self.registry.agents[number], now)
-            case "end":
-                self._scheduler.withdraw(number, LossCause(LossKind.TASK_REMAINS), now)
-            case "notice":
-                self._worlds.on_notice_due(now)
-            case "verdict":
-                self._worlds.fail(self._boot_failures.error(), now)
-            case "quorum":
-                pass  # `evaluate`, which follows every event, checks the deadline
+    def _on_worker_silent(self, worker: WorkerId, now: float) -> None:
+        silent = self.registry.workers[worker]
+        silent_s = now - silent.heard_at
+        cause = LossCause(LossKind.SILENT, seconds=self.settings.heartbeat_timeout_s)
+        if silent_s >= self.settings.stall_timeout_s:
+            cause = LossCause(LossKind.UNRESPONSIVE, seconds=silent_s)
+        self._worlds.end_worker(silent, cause, now, failed=True)
+
+    def _on_boot_due(self, worker: WorkerId, now: float) -> None:
+        cause = LossCause(LossKind.NOT_READY, seconds=self.settings.start_timeout_s)
+        self._worlds.end_worker(self.registry.workers[worker], cause, now, failed=True)
+
+    def _on_exclusion_due(self, host: str, now: float) -> None:
+        self._scheduler.end_exclusion(host)
+        self._review(None, now)

@@ -7,10 +7,10 @@ functions at the end are the only place where it becomes words, for people.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from spark_elastic.errors import exit_in_words, unequal_steps_in_words
+from spark_elastic.errors import UnequalStepsError, exit_in_words, unequal_steps_in_words
 
 
 class LossKind(enum.Enum):
@@ -108,15 +108,6 @@ class WorldChangeKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class UnequalSteps:
-    """Members that have left the collectives in which others wait. The fields are those of `UnequalStepsError`."""
-
-    left: tuple[int, ...]
-    waiting: tuple[int, ...]
-    step: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class WorldChange:
     """The reason why the present world ends and the next one is built."""
 
@@ -125,7 +116,7 @@ class WorldChange:
     want: int = 0
     need: int = 0
     seconds: float = 0.0
-    unequal: UnequalSteps | None = None
+    unequal: UnequalStepsError | None = None  # the error, should it come back
     rank: int | None = None
     host: str = ""
     cause: LossCause | None = None
@@ -148,8 +139,7 @@ class WaitKind(enum.Enum):
     REPORTED = enum.auto()  # [detail: the words of whoever waits]
 
 
-EXACT_COUNTS = 16
-"""The largest count of workers of which every change is announced."""
+EXACT_COUNTS = 16  # the largest count of workers of which every change is announced
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +221,12 @@ def _exit(code: int) -> str:
 def crashes_in_words(worlds: int) -> str:
     """Describe why a host is excluded."""
     return f"{worlds} worlds in a row crashed there" if worlds != 1 else "a world crashed there"
+
+
+def hosts_in_words(slots: Mapping[str, int]) -> str:
+    """Describe the slots of hosts, such as "h1:2, h2:4"; of many hosts, the first eight."""
+    shown = [f"{host}:{count}" for host, count in slots.items()]
+    return ", ".join([*shown[:8], *(["..."] if len(shown) > 8 else [])]) or "none"
 
 
 def missing_in_words(causes: Sequence[LossCause]) -> str:

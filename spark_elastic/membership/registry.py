@@ -23,8 +23,7 @@ class Slot:
     newest: AgentId = 0  # the newest agent that the slot ever had; older ones come too late
     joined: bool = False  # an agent of the current launch has joined
     refusals: int = 0  # launches in a row that the driver could not even submit
-    excused: bool = False
-    """The next end of the launch is no failure of the slot: it was counted already, or nothing failed."""
+    excused: bool = False  # the next end of the launch was counted as a failure already, or is none
 
 
 @dataclass(slots=True)
@@ -34,8 +33,7 @@ class Agent:
     id: AgentId
     place: Place
     worker: Worker | None = None  # never a worker that is GONE
-    leaving: LossCause | None = None
-    """Why its slot is not to be used any more; None: it may be used."""
+    leaving: LossCause | None = None  # why its slot is not to be used any more; None: it may be used
     doomed: bool = False  # its executor is lost, and the agent is about to be removed
     retiring: bool = False  # Spark takes its executor away: dismissed as soon as it has no member
 
@@ -49,12 +47,9 @@ class Worker:
     state: WorkerState = WorkerState.BOOTING
     round: int = 0  # the last world that it was published in; 0: none
     rank: int | None = None  # its rank there
-    version: StateVersion | None = None
-    """The version of its state, as last reported; None: it holds no state, or none was reported yet."""
+    version: StateVersion | None = None  # of its state, as last reported; None: it holds none, or reported none yet
     heard_at: float = float("-inf")  # when its own last message came
-    blocked_s: float | None = None
-    """How long it had waited in a collective at its last heartbeat; None: it did not wait."""
-    introduced: bool = False  # WorkerJoined was announced
+    blocked_s: float | None = None  # its wait in a collective at its last heartbeat; None: it did not wait
     loop: int = 0  # the elastic loop in which it last waited for a world; 0: none yet
     after_loop: bool = False  # it runs the code after an elastic loop, as last reported
     run: int = 1  # the call of the function that counts; the end of an older one changes nothing
@@ -86,38 +81,9 @@ class WorkerRegistry:
     )
     """The workers by state, in the order in which they entered it."""
 
-    @property
-    def resets(self) -> int:
-        """Worlds that were built after the first."""
-        return max(0, self.round - 1)
-
-    @property
-    def ready(self) -> int:
-        """Workers that wait for a world or are members of one."""
-        return self.count(AT_INIT) + self.count(READY) + self.count(TRAINING)
-
-    @property
-    def succeeded(self) -> int:
-        """Workers whose function has returned."""
-        return self.count(DONE)
-
     def may_reset(self) -> bool:
         """Return True if one more world may be built."""
         return self.reset_limit is None or self.round <= self.reset_limit
-
-    # --- agents -----------------------------------------------------------------------------------
-
-    def add_agent(self, agent: Agent) -> None:
-        """Add an agent that has joined, as the agent of its slot."""
-        self.agents[agent.id] = agent
-        self.slots[agent.place.slot].agent = agent
-
-    def remove_agent(self, agent: Agent) -> None:
-        """Remove an agent that has no worker."""
-        del self.agents[agent.id]
-        self.slots[agent.place.slot].agent = None
-
-    # --- workers ----------------------------------------------------------------------------------
 
     def add(self, worker: Worker) -> None:
         """Add a worker that is being started."""
@@ -136,8 +102,8 @@ class WorkerRegistry:
         else:
             self.states[state][worker.id] = worker
 
-    def count(self, state: WorkerState) -> int:
-        return len(self.states[state])
+    def count(self, *states: WorkerState) -> int:
+        return sum(len(self.states[state]) for state in states)
 
     def in_state(self, *states: WorkerState) -> Iterator[Worker]:
         """Yield the workers that are in one of the states."""

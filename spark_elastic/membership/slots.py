@@ -3,46 +3,42 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from spark_elastic.membership.commands import Announce, Command, DismissAgent, LaunchSlot, StartWorker, WithdrawSlot
-from spark_elastic.membership.deadlines import Silence, Timers
+from spark_elastic.membership.deadlines import Timer
 from spark_elastic.membership.failures import DEFAULT_PAUSES_S, Cooldown, CrashLoopDetector
-from spark_elastic.membership.reasons import LossCause, LossKind, Wait
+from spark_elastic.membership.reasons import LossCause, LossKind, Wait, hosts_in_words
 from spark_elastic.membership.registry import DONE, READY, TRAINING, Agent, Slot, Worker, WorkerRegistry
 from spark_elastic.membership.timeline import HostExcluded, Record, Waiting
-from spark_elastic.membership.topology import AgentId, HostSet, Place, SlotId, WorkerId
+from spark_elastic.membership.topology import AgentId, Place, SlotId, WorkerId
 from spark_elastic.settings import ElasticSettings
 
 _MOST_CAUSES = 3  # the number of causes of failed launches that messages name
-_EXCLUSION_IN_PAUSES = 10
-"""A host on which one world after another crashed is excluded for this many of the longest pauses."""
-
-TimerKind = Literal[
-    "boot", "stall", "exit", "launch", "fill", "end", "exclusion", "crash", "notice", "verdict", "quorum"
-]
-TimerKey = tuple[TimerKind, int]
-"""A deadline and the number of the slot, agent, worker or exclusion that it belongs to; 0 if there is only one."""
+_EXCLUSION_IN_PAUSES = 10  # a host on which worlds crash is excluded for this many of the longest pauses
 
 
+@dataclass(eq=False)
 class MachineContext:
     """The values that `Membership`, `WorldLifecycle` and `SlotScheduler` share while an event is handled."""
 
-    def __init__(self, settings: ElasticSettings) -> None:
-        self.settings = settings
+    settings: ElasticSettings
+    timers: list[Timer[Any]]  # of all three classes; only `Membership` handles those that are due
+    silence: Timer[WorkerId]  # of each worker, from its first message until it is DONE or GONE
+    boot_timer: Timer[WorkerId]  # of a worker that was started, or admitted, until it is ready
+    exit_timer: Timer[WorkerId]  # of a worker whose process exited with 0, until its result has come
+    waiting: Waiting | None = None  # what the job waits for, as announced; None: nothing
+
+    def __post_init__(self) -> None:
         #: The scheduler adds and removes agents and adds workers, the lifecycle moves workers from state to state, and
         #: `Membership` stores what workers report of themselves.
-        self.registry = WorkerRegistry(settings.reset_limit)
-        #: All three classes set and cancel timers; only `Membership` removes those that are due.
-        self.timers: Timers[TimerKey] = Timers()
-        #: When each worker was last heard, from its first message until it is DONE or GONE.
-        self.workers_heard: Silence[WorkerId] = Silence(settings.heartbeat_timeout_s, settings.heartbeat_interval_s)
+        self.registry = WorkerRegistry(self.settings.reset_limit)
         #: `Membership` records deaths and exits in it, the lifecycle the versions of states; both read it.
-        self.crashes = CrashLoopDetector(settings.crash_limit)
+        self.crashes = CrashLoopDetector(self.settings.crash_limit)
         #: The answer to the present event, in order. All three classes append; only `Membership` empties it.
         self.commands: list[Command] = []
-        self.waiting: Waiting | None = None  # what the job waits for, as announced; None: nothing
 
     def announce(self, *records: Record) -> None:
         """Add records of the timeline to the commands."""
@@ -69,17 +65,21 @@ class SlotScheduler:
         self._context = context
         self._settings = context.settings
         self._registry = context.registry
-        self._timers = context.timers
         self._commands = context.commands
+        registry, timers = context.registry, context.timers
+        self._launch_timer = Timer[SlotId](timers, lambda slot, now: self.launch(registry.slots[slot]))
+        self._fill_timer = Timer[AgentId](timers, lambda agent, now: self.fill(registry.agents[agent], now))
+        # Spark usually ends the task of a dead agent; if it has not by then, the launch is withdrawn
+        remains = LossCause(LossKind.TASK_REMAINS)
+        self._end_timer = Timer[SlotId](
+            timers, lambda slot, now: self.withdraw(slot, remains, now), context.settings.heartbeat_timeout_s
+        )
         self._cooldown = Cooldown(context.settings.cooldown_range_s)
-        self._allowed: HostSet | None = None  # None: no restriction
+        self._allowed: dict[str, int] | None = None  # slots by host; None: no restriction
         self._decommissioned: set[str] = set()
         self._workers_started = 0
         self._failed_launches: dict[SlotId, LossCause] = {}  # slots whose last launch ended before an agent joined
         self._excluded: dict[str, LossCause] = {}  # by host
-        self._exclusions: list[str] = []  # the hosts of all exclusions; the index is the number of its timer
-
-    # --- slots ------------------------------------------------------------------------------------
 
     def launch_all(self) -> None:
         """Launch every slot for the first time."""
@@ -92,27 +92,21 @@ class SlotScheduler:
         slot.refusals = 0 if submitted else slot.refusals + 1
         if not slot.joined:
             self._failed_launches[slot.id] = cause
-        self._timers.cancel(("end", slot.id))
+        self._end_timer.cancel(slot.id)
         if not slot.excused:
             slot.excused = True
-            self._context.announce(*self._cooldown.slot_failed(slot.id, now))
+            self._context.announce(*self._cooldown.count("slot", str(slot.id), now))
         slot.launched = False
-        due = self._cooldown.slot_ready_at(slot.id)
+        due = self._cooldown.until("slot", str(slot.id))
         if due <= now:
             self.launch(slot)
         else:
-            self._timers.set(("launch", slot.id), due)
+            self._launch_timer.set(slot.id, due)
 
     def causes_of_missing(self) -> tuple[LossCause, ...]:
         """Return why launches ended before an agent joined, the most frequent causes first."""
         causes = Counter(self._failed_launches.values()).most_common(_MOST_CAUSES)
         return tuple(cause for cause, _ in causes)
-
-    def refusal(self) -> LossCause | None:
-        """Return why no slot can be launched; None if there is an agent, or a slot that was not refused twice."""
-        if self._registry.agents or any(slot.refusals < 2 for slot in self._registry.slots.values()):
-            return None
-        return next(iter(self._failed_launches.values()))
 
     def launch(self, slot: Slot) -> None:
         slot.launched, slot.joined, slot.excused = True, False, False
@@ -121,9 +115,7 @@ class SlotScheduler:
     def withdraw(self, slot: SlotId, cause: LossCause, now: float) -> None:
         """End a launch that is of no use any more. The command is repeated until the launch has ended."""
         self._commands.append(WithdrawSlot(slot, cause))
-        self._timers.set(("end", slot), now + self._settings.heartbeat_timeout_s)
-
-    # --- agents -----------------------------------------------------------------------------------
+        self._end_timer.start(slot, now)
 
     def join(self, agent_id: AgentId, place: Place, now: float) -> Agent | None:
         """Add an agent. Returns None if it was dismissed instead."""
@@ -134,23 +126,21 @@ class SlotScheduler:
         slot.newest = agent_id
         slot.joined, slot.refusals = True, 0
         self._failed_launches.pop(slot.id, None)
-        agent = Agent(agent_id, place)
-        self._registry.add_agent(agent)
+        agent = slot.agent = self._registry.agents[agent_id] = Agent(agent_id, place)
         if place.executor in self._decommissioned:
             # counts against the slot alone; without a pause, Spark could start tasks on this executor without end
-            self._context.announce(*self._cooldown.slot_failed(slot.id, now))
+            self._context.announce(*self._cooldown.count("slot", str(slot.id), now))
             self.dismiss(agent, LossCause(LossKind.DECOMMISSIONED, name=place.executor), now)
             return None
-        self._timers.cancel(("end", slot.id))
+        self._end_timer.cancel(slot.id)
         return agent
 
     def remove(self, agent: Agent, now: float) -> None:
         """Remove a lost agent, whose worker was removed before."""
-        self._timers.cancel(("fill", agent.id))
-        self._registry.remove_agent(agent)
-        slot = self._registry.slots[agent.place.slot]
-        # Spark usually ends the task of a dead agent; if it has not by then, the launch is withdrawn
-        self._timers.set(("end", slot.id), now + self._settings.heartbeat_timeout_s)
+        self._fill_timer.cancel(agent.id)
+        del self._registry.agents[agent.id]
+        self._registry.slots[agent.place.slot].agent = None
+        self._end_timer.start(agent.place.slot, now)
 
     def dismiss(self, agent: Agent, cause: LossCause, now: float) -> None:
         """Dismiss an agent that has no worker. Its slot is launched again when its task has ended."""
@@ -172,14 +162,14 @@ class SlotScheduler:
             return
         due = self._cooldown.ready_at(agent.place)
         if due > now:
-            self._timers.set(("fill", agent.id), due)
+            self._fill_timer.set(agent.id, due)
             return
-        self._timers.cancel(("fill", agent.id))
+        self._fill_timer.cancel(agent.id)
         self._workers_started += 1
         self._registry.slots[agent.place.slot].excused = False
         worker = Worker(self._workers_started, agent)
         self._registry.add(worker)
-        self._timers.set(("boot", worker.id), now + self._settings.start_timeout_s)
+        self._context.boot_timer.start(worker.id, now)
         self._commands.append(StartWorker(agent.id, worker.id))
 
     def count_failure(self, agent: Agent, now: float) -> None:
@@ -190,12 +180,10 @@ class SlotScheduler:
         slot.excused = True
         self._context.announce(*self._cooldown.failed(agent.place, now))
 
-    # --- what may be used -------------------------------------------------------------------------
-
     def observe_hosts(self, hosts: Mapping[str, int] | None) -> bool:
         """Store what a host discovery allows. Returns True if that is a change."""
         before = self._allowed
-        self._allowed = None if hosts is None else (before or HostSet()).updated(hosts)
+        self._allowed = None if hosts is None else {host: slots for host, slots in hosts.items() if slots}
         return self._allowed != before
 
     def decommission(self, executor: str) -> list[Agent]:
@@ -206,7 +194,7 @@ class SlotScheduler:
             agent.retiring = True
             agent.leaving = LossCause(LossKind.DECOMMISSIONED, name=executor)
             self._registry.slots[agent.place.slot].excused = True
-            self._timers.cancel(("fill", agent.id))
+            self._fill_timer.cancel(agent.id)
         return retired
 
     def executor_lost(self, executor: str) -> list[Agent]:
@@ -226,18 +214,16 @@ class SlotScheduler:
         others = sum(1 for agent in usable if agent.place.host != host)
         return host not in self._excluded and others >= self._settings.min_num_proc
 
-    def exclude(self, host: str, worlds: int, now: float) -> None:
-        """Use only other hosts for a while, because consecutive worlds crashed on this one."""
+    def exclude(self, host: str, worlds: int, now: float) -> float:
+        """Use only other hosts because consecutive worlds crashed on this one. Returns until when."""
         longest_s = (self._settings.cooldown_range_s or DEFAULT_PAUSES_S)[1]
         until = now + _EXCLUSION_IN_PAUSES * longest_s
         self._excluded[host] = LossCause(LossKind.HOST_EXCLUDED, name=host, count=worlds)
-        self._timers.set(("exclusion", len(self._exclusions)), until)
-        self._exclusions.append(host)
         self._context.announce(HostExcluded(now, host, worlds, until))
+        return until
 
-    def end_exclusion(self, number: int) -> None:
-        """Use the host again whose exclusion had that number."""
-        self._excluded.pop(self._exclusions[number], None)
+    def end_exclusion(self, host: str) -> None:
+        self._excluded.pop(host, None)
 
     def review(self, host: str | None = None) -> list[Agent]:
         """Compare the agents (of one host) with what is allowed. Returns those whose `leaving` changed."""
@@ -245,30 +231,24 @@ class SlotScheduler:
         for agent in self._registry.agents.values():
             if host in (None, agent.place.host) and not (agent.retiring or agent.doomed):
                 by_host.setdefault(agent.place.host, []).append(agent)
-        return [agent for name, agents in by_host.items() for agent in self._review_host(name, agents)]
-
-    def _review_host(self, host: str, agents: Sequence[Agent]) -> list[Agent]:
-        excluded = self._excluded.get(host)
-        limit = len(agents) if self._allowed is None else self._allowed.slots_of(host)
-        too_many = LossCause(LossKind.HOST_FULL, name=host, count=limit)
-        if not limit:
-            too_many = LossCause(LossKind.HOST_NOT_ALLOWED, name=host, detail=str(self._allowed))
-        return [
-            agent
-            for position, agent in enumerate(sorted(agents, key=self._claim))
-            if self._set_leaving(agent, excluded or (None if position < limit else too_many))
-        ]
-
-    def _set_leaving(self, agent: Agent, cause: LossCause | None) -> bool:
-        """Set or clear `leaving`. Returns True if that is a change."""
-        changed = (agent.leaving is None) != (cause is None)
-        if changed:
-            agent.leaving = cause
+        changed: list[Agent] = []
+        for name, agents in by_host.items():
+            excluded = self._excluded.get(name)
+            limit = len(agents) if self._allowed is None else self._allowed.get(name, 0)
+            too_many = LossCause(LossKind.HOST_FULL, name=name, count=limit)
+            if not limit:
+                too_many = LossCause(LossKind.HOST_NOT_ALLOWED, name=name, detail=hosts_in_words(self._allowed or {}))
+            for position, agent in enumerate(sorted(agents, key=_claim)):
+                cause = excluded or (None if position < limit else too_many)
+                if (agent.leaving is None) != (cause is None):
+                    agent.leaving = cause
+                    changed.append(agent)
         return changed
 
-    def _claim(self, agent: Agent) -> tuple[bool, float, bool, AgentId]:
-        """Return the sort key for a host's slots: members by rank, then agents with a worker, then the oldest."""
-        worker = agent.worker
-        member = worker is not None and worker.state in (TRAINING, READY, DONE)
-        rank = worker.rank if worker is not None and worker.rank is not None else float("inf")
-        return not member, rank, worker is None, agent.id
+
+def _claim(agent: Agent) -> tuple[bool, float, bool, AgentId]:
+    """Return the sort key for a host's slots: members by rank, then agents with a worker, then the oldest."""
+    worker = agent.worker
+    member = worker is not None and worker.state in (TRAINING, READY, DONE)
+    rank = worker.rank if worker is not None and worker.rank is not None else float("inf")
+    return not member, rank, worker is None, agent.id

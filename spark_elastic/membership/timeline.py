@@ -126,13 +126,8 @@ class HostExcluded(Record):
     worlds: int
     until: float
 
-    @property
-    def why(self) -> str:
-        """The reason in words."""
-        return crashes_in_words(self.worlds)
-
     def __str__(self) -> str:
-        return f"host {self.host} is left alone for {self.until - self.at:.0f} s: {self.why}"
+        return f"host {self.host} is left alone for {self.until - self.at:.0f} s: {crashes_in_words(self.worlds)}"
 
 
 @dataclass(frozen=True, slots=True)

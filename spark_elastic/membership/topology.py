@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import KeysView, Mapping
+from collections.abc import KeysView
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,8 +21,7 @@ class StateVersion:
 
     loop: int = 1  # number of the elastic loop within the user's function; 1 is the first
     steps: int = 0  # optimizer steps applied in this loop; commits and checks, if the state has no optimizer
-    marks: int = 0
-    """Commits, checks for updated hosts and turns since the last step, or since the loop began."""
+    marks: int = 0  # commits, checks for updated hosts and turns since the last step, or since the loop began
 
     def __post_init__(self) -> None:
         if self.loop < 1 or self.steps < 0 or self.marks < 0:
@@ -64,39 +63,6 @@ class StateVersion:
 BEGINNING = StateVersion()
 
 
-@dataclass(frozen=True)
-class HostSet:
-    """The hosts that may be used, with their slots. Updates keep the order, so that rank 0 stays on its host."""
-
-    slots: tuple[tuple[str, int], ...] = ()
-
-    def __str__(self) -> str:
-        shown = [f"{host}:{count}" for host, count in self.slots[:8]]
-        return ", ".join(shown + (["..."] if len(self.slots) > 8 else [])) or "none"
-
-    def slots_of(self, host: str) -> int:
-        """Return the slots of the host; 0 if it may not be used."""
-        return self._by_host.get(host, 0)
-
-    @cached_property
-    def _by_host(self) -> dict[str, int]:
-        return dict(self.slots)
-
-    def updated(self, observed: Mapping[str, int]) -> HostSet:
-        """Return the hosts after an observation.
-
-        Known hosts stay in their order, new ones follow in the order of `observed`. A host with 0 slots is absent.
-
-        Raises:
-            ValueError: if a number of slots is negative.
-        """
-        after = {host: observed.get(host, 0) for host in self._by_host} | dict(observed)
-        for host, count in after.items():
-            if count < 0:
-                raise ValueError(f"host {host} was observed with {count} slots")
-        return HostSet(tuple((host, count) for host, count in after.items() if count))
-
-
 @dataclass(frozen=True, slots=True)
 class SlotReport:
     """The report of a task about the slot that it occupies."""
@@ -106,7 +72,6 @@ class SlotReport:
     addresses: dict[str, tuple[str, ...]]  # by interface name, loopback included; see wire.interfaces
     cores: int  # cores that Spark gave to the task (spark.task.cpus)
     accelerators: tuple[str, ...]  # addresses of the GPUs that Spark gave to the task
-    python: str  # the version of Python
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +80,13 @@ class Reach:
 
     host: str
     reached: tuple[str, ...]
-    failed: dict[str, str]
-    """By address, why the task could not connect to it."""
+    failed: dict[str, str]  # by address, why the task could not connect to it
 
 
-AgentId = int
-"""One run of our code in one Spark task; never used twice in a job."""
-WorkerId = int
-"""One training process; a restart gets a new one, so a stale message cannot be mistaken for a current one."""
-SlotId = int
-"""The number of one single-task Spark job, which runs one worker; kept across its restarts."""
-LaunchId = int
-"""One start of a slot's agent; a relaunch gets a new one, so a late agent cannot be mistaken for the awaited one."""
+AgentId = int  # one run of our code in one Spark task; never used twice in a job
+WorkerId = int  # one training process; a restart gets a new one, so no stale message is taken for a current one
+SlotId = int  # the number of one single-task Spark job, which runs one worker; kept across its restarts
+LaunchId = int  # one start of a slot's agent; a relaunch gets a new one, so no late agent is taken for the awaited one
 
 
 @dataclass(frozen=True, slots=True)

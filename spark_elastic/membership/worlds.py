@@ -14,15 +14,16 @@ An event changes workers (the methods `on_...`); `evaluate`, called after each e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from spark_elastic.errors import JobError, ResetLimitError, StateLostError, UnequalStepsError
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import decisions
+from spark_elastic.membership.deadlines import Timer
 from spark_elastic.membership.failures import REPORT_GRACE_S
 from spark_elastic.membership.reasons import (
     LossCause,
     LossKind,
-    UnequalSteps,
     Wait,
     WaitKind,
     WorldChange,
@@ -31,14 +32,13 @@ from spark_elastic.membership.reasons import (
     counted,
     loss_in_words,
 )
-from spark_elastic.membership.registry import ADMITTED, AT_INIT, DONE, GONE, READY, TRAINING, Worker
-from spark_elastic.membership.slots import MachineContext, SlotScheduler, TimerKind
+from spark_elastic.membership.registry import ADMITTED, AT_INIT, BOOTING, DONE, GONE, READY, TRAINING, Worker
+from spark_elastic.membership.slots import MachineContext, SlotScheduler
 from spark_elastic.membership.states import PHASES, Phase
 from spark_elastic.membership.timeline import JobEnded, WorkerJoined, WorkerLeft, WorldBroken, WorldStarted
 from spark_elastic.membership.topology import BEGINNING, StateVersion, WorkerId, World
 
 _WITH_WORLD = (Phase.RUNNING, Phase.INTERRUPTED, Phase.BROKEN, Phase.WAITING)
-_WORKER_TIMERS: tuple[TimerKind, ...] = ("boot", "stall", "exit")
 
 
 class WorldLifecycle:
@@ -51,8 +51,9 @@ class WorldLifecycle:
         self._context = context
         self._settings = context.settings
         self._registry = context.registry
-        self._timers = context.timers
-        self._heard = context.workers_heard
+        timers, stall_timeout_s = context.timers, context.settings.stall_timeout_s
+        self._stall_timer = Timer(timers, self._on_stall_due, stall_timeout_s)
+        self._notice_timer = Timer[int](timers, lambda _, now: self._on_notice_due(now), stall_timeout_s)
         self._crashes = context.crashes
         self._commands = context.commands
         self._scheduler = scheduler
@@ -134,17 +135,18 @@ class WorldLifecycle:
         elif not after_loop:  # the next loop: workers that waited for it may join
             self.consider_interrupt(now)
 
-    def on_stall_due(self, survivor: Worker, now: float) -> None:
+    def _on_stall_due(self, number: WorkerId, now: float) -> None:
         """Remove a survivor that has not come back in time. One that runs the code after its loop gets more time."""
+        survivor = self._registry.workers[number]
         if survivor.after_loop:
             self._set_stall_timer(survivor.id, now)
         else:
-            cause = LossCause(LossKind.NOT_BACK, seconds=self._settings.stall_timeout_s)
-            self.end_worker(survivor, cause, now, stop=True, failure=True)
+            late = LossCause(LossKind.NOT_BACK, seconds=self._settings.stall_timeout_s)
+            self.end_worker(survivor, late, now, failed=True)
 
     def _set_stall_timer(self, survivor: WorkerId, now: float) -> None:
         self._stall_due = now + self._settings.stall_timeout_s
-        self._timers.set(("stall", survivor), self._stall_due)
+        self._stall_timer.start(survivor, now)
 
     def _skip_to_the_loop(self, worker: Worker, now: float) -> None:
         """Admit a worker that waits in an earlier elastic loop than the job is in."""
@@ -154,8 +156,8 @@ class WorldLifecycle:
 
     def _admit(self, worker: Worker, now: float) -> None:
         self._registry.move(worker, ADMITTED)
-        members = self._registry.count(TRAINING) + self._registry.count(READY) + self._registry.count(ADMITTED) - 1
-        self._timers.set(("boot", worker.id), now + self._settings.start_timeout_s)
+        members = self._registry.count(TRAINING, READY, ADMITTED) - 1
+        self._context.boot_timer.start(worker.id, now)
         self._commands.append(do.AdmitProvisionally(worker.id, members, members + 1, self.furthest.loop))
 
     def on_ready(self, worker: Worker, version: StateVersion | None, loop: int, now: float) -> None:
@@ -164,7 +166,7 @@ class WorldLifecycle:
         member = worker.state is TRAINING
         self._registry.move(worker, READY)
         worker.version, worker.loop, worker.after_loop = version, loop, False
-        self._timers.cancel(("stall", worker.id))
+        self._stall_timer.cancel(worker.id)
         if not member:
             self.consider_interrupt(now)
         elif self.phase is Phase.RUNNING:
@@ -173,21 +175,18 @@ class WorldLifecycle:
         elif self.phase is Phase.INTERRUPTED and self._paused_at is None:
             self._paused_at = now
             # all members stop at the same step; one that does not is blocked in a collective that the others have left
-            self._timers.set(("notice", 0), now + self._settings.heartbeat_timeout_s)
+            self._notice_timer.set(0, now + self._settings.heartbeat_timeout_s)
         self._skip_to_the_loop(worker, now)
 
     def on_address_lost(self, worker: Worker, now: float) -> None:
-        """Replace the world of a member that cannot be reached any more, before its members wait in a collective.
-
-        Members that have left their loop need no collective: where there is one, the world is left alone.
-        """
+        """Replace the world of a member that cannot be reached any more, unless one has left the loop's collectives."""
         alone = self.world is None or self.world.size == 1
         if worker.state is TRAINING and not alone and not self._done and not self._registry.after_loop():
             self._break(WorldChange(WorldChangeKind.ADDRESS_LOST, rank=worker.rank, host=worker.place.host), now)
 
     def on_done(self, worker: Worker, in_loop: bool, now: float) -> None:
         """Store that the worker's function returned, or have it run again if its world is broken."""
-        self._timers.cancel(*((kind, worker.id) for kind in _WORKER_TIMERS))
+        self._cancel_timers(worker)
         worker.plain = not in_loop
         again = worker.plain or worker.rerun_round != self._registry.round
         if worker.state is TRAINING and self.phase is Phase.BROKEN and again:
@@ -195,41 +194,37 @@ class WorldLifecycle:
                 self._run_again(worker, now)
             return
         self._registry.move(worker, DONE)
-        self._heard.forget(worker.id)
         if worker.round > 0 or self._registry.round == 0:  # a newcomer that never trained adds no result
             self._done[worker.id] = (worker.rank or 0, worker.round)
 
     def _run_again(self, worker: Worker, now: float) -> None:
         """Have a worker that returned in a broken world call its function again: its result does not count."""
-        if worker.plain:
-            self.end_worker(worker, LossCause(LossKind.PLAIN_FUNCTION), now, stop=True)
-        elif worker.exited:
-            self.end_worker(worker, LossCause(LossKind.PROCESS_ENDED), now, stop=True)
-        else:
-            if worker.state is DONE:
-                del self._done[worker.id]
-                self._registry.move(worker, TRAINING)
-            worker.run += 1
-            worker.rerun_round = self._registry.round
-            worker.after_loop = False
-            self._heard.heard(worker.id, now)
-            worker.heard_at = now
-            self._set_stall_timer(worker.id, now)
-            self._commands.append(do.RerunFunction(worker.id, worker.run, self._change))
+        if worker.plain or worker.exited:
+            kind = LossKind.PLAIN_FUNCTION if worker.plain else LossKind.PROCESS_ENDED
+            self.end_worker(worker, LossCause(kind), now)
+            return
+        if worker.state is DONE:
+            del self._done[worker.id]
+            self._registry.move(worker, TRAINING)
+        worker.run += 1
+        worker.rerun_round = self._registry.round
+        worker.after_loop = False
+        self._context.silence.start(worker.id, now)
+        worker.heard_at = now
+        self._set_stall_timer(worker.id, now)
+        self._commands.append(do.RerunFunction(worker.id, worker.run, self._change))
 
-    def end_worker(
-        self, worker: Worker, cause: LossCause, now: float, *, stop: bool = False, failure: bool = False
-    ) -> None:
+    def end_worker(self, worker: Worker, cause: LossCause, now: float, stop: bool = True, failed: bool = False) -> None:
         """Remove a worker and start another one on its agent, if the agent may still be used.
 
-        `stop`: its process runs and has to be killed. `failure`: it counts as a failure of its slot, executor and host.
+        `stop`: its process runs and has to be killed. `failed`: it counts as a failure of its slot, executor and host.
         """
         agent = worker.agent
         if stop:
             self._commands.append(do.StopWorker(agent.id, worker.id, cause))
-        if failure:
+        if failed:
             self._scheduler.count_failure(agent, now)
-        self.remove(worker, cause, now, graceful=not failure)
+        self.remove(worker, cause, now, graceful=not failed)
         self._scheduler.refill(agent, now)
 
     def release(self, worker: Worker, now: float) -> None:
@@ -243,8 +238,7 @@ class WorldLifecycle:
         needed = worker.state is TRAINING or worker.id in self._done
         self._registry.move(worker, GONE)
         self._registry.failed += not graceful
-        self._heard.forget(worker.id)
-        self._timers.cancel(*((kind, worker.id) for kind in _WORKER_TIMERS))
+        self._cancel_timers(worker)
         self._done.pop(worker.id, None)
         rank = worker.rank if worker.round == self._registry.round else None
         self._context.announce(WorkerLeft(now, worker.id, worker.place, rank, cause, graceful))
@@ -259,10 +253,14 @@ class WorldLifecycle:
             change = WorldChange(WorldChangeKind.MEMBER_LOST, rank=worker.rank, host=worker.place.host, cause=cause)
             self._break(change, now)
 
+    def _cancel_timers(self, worker: Worker) -> None:
+        context = self._context
+        for timer in (context.silence, context.boot_timer, context.exit_timer, self._stall_timer):
+            timer.cancel(worker.id)
+
     def _introduce(self, worker: Worker, now: float) -> None:
-        self._timers.cancel(("boot", worker.id))
-        if not worker.introduced:
-            worker.introduced = True
+        self._context.boot_timer.cancel(worker.id)
+        if worker.state is BOOTING:
             self._context.announce(WorkerJoined(now, worker.id, worker.place))
 
     # --- the end of a world -----------------------------------------------------------------------
@@ -282,14 +280,14 @@ class WorldLifecycle:
         self._paused_at = None
         self._notices += 1
         self._noticed_at = self.furthest
-        self._timers.set(("notice", 0), now + self._settings.stall_timeout_s)
+        self._notice_timer.start(0, now)
         self._commands.append(do.NotifyHostsUpdated(tuple(self._registry.states[TRAINING]), self._notices))
         self._announce_interrupted(now)
 
     def _announce_interrupted(self, now: float) -> None:
         kind = WaitKind.AGREEMENT if self._paused_at is None else WaitKind.STOP
         members = self._registry.count(TRAINING)
-        self._context.announce_wait(Wait(kind, members, change=self._change), self._timers.get(("notice", 0)), now)
+        self._context.announce_wait(Wait(kind, members, change=self._change), self._notice_timer.due(0), now)
 
     def on_blocked(self, now: float) -> None:
         """End a too long collective: remove the members that are not in it, or break the world if all are.
@@ -303,18 +301,17 @@ class WorldLifecycle:
             return
         idle = [worker for worker in members if worker.blocked_s is None]
         for worker in idle:
-            cause = LossCause(LossKind.BLOCKED_OTHERS, seconds=limit_s)
-            self.end_worker(worker, cause, now, stop=True, failure=True)
+            self.end_worker(worker, LossCause(LossKind.BLOCKED_OTHERS, seconds=limit_s), now, failed=True)
         if not idle:
             for worker in members:
                 worker.blocked_s = None
             change = WorldChange(WorldChangeKind.ALL_BLOCKED, have=len(members), seconds=limit_s, unequal=unequal)
             self._break(change, now)
 
-    def _twice(self, unequal: UnequalSteps, now: float) -> bool:
+    def _twice(self, unequal: UnequalStepsError, now: float) -> bool:
         """Fail the job if members had left the collectives of others in an earlier world too; return whether it did."""
         if 0 < self._unequal_in < self._registry.round:
-            self.fail(UnequalStepsError(left=unequal.left, waiting=unequal.waiting, step=unequal.step), now)
+            self.fail(unequal, now)
             return True
         self._unequal_in = self._registry.round
         return False
@@ -330,9 +327,9 @@ class WorldLifecycle:
         if not failed or not done or self._quorum.backoff.member_is_lost:
             return False
         step = None if done[0].plain else self.furthest.steps
-        left = tuple(sorted(worker.rank or 0 for worker in done))
         self._shut_down_in = self._registry.round
-        return self._twice(UnequalSteps(left, (change.rank or 0,), step), now)
+        left, waiting = decisions.ranks_of(done), (change.rank or 0,)
+        return self._twice(UnequalStepsError(left=left, waiting=waiting, step=step), now)
 
     def _done_in_this_round(self) -> list[Worker]:
         workers, newest = self._registry.workers, self._registry.round
@@ -349,7 +346,7 @@ class WorldLifecycle:
         self._quorum.backoff.world_broke(self.furthest, now)
         if self._quorum.backoff.count > 1:
             self._commands.append(do.TryConnections())
-        self._timers.cancel(("notice", 0))
+        self._notice_timer.cancel(0)
         training = tuple(self._registry.states[TRAINING])
         if training:
             self._commands.append(do.CutPeers(training, self._registry.round, change))
@@ -360,7 +357,7 @@ class WorldLifecycle:
             for worker in sorted(self._done):
                 self._run_again(self._registry.workers[worker], now)
 
-    def on_notice_due(self, now: float) -> None:
+    def _on_notice_due(self, now: float) -> None:
         """Decide what to do about members that were asked to stop and have not."""
         if self.phase is not Phase.INTERRUPTED:
             return
@@ -368,7 +365,7 @@ class WorldLifecycle:
         if self._paused_at is None and (self.furthest > self._noticed_at or self._registry.after_loop()):
             # no member has reached a commit, but they still train: only newcomers have to wait longer
             self._noticed_at = self.furthest
-            self._timers.set(("notice", 0), now + limit_s)
+            self._notice_timer.start(0, now)
         elif self._paused_at is None:
             self._break(WorldChange(WorldChangeKind.NO_STEP, seconds=limit_s), now)
         else:
@@ -390,7 +387,7 @@ class WorldLifecycle:
             self._settle(now)
 
     def _evaluate_start(self, now: float) -> None:
-        ready = self._registry.count(AT_INIT) + self._registry.count(READY)
+        ready = self._registry.count(AT_INIT, READY)
         in_loop = sum(worker.loop > 0 for worker in self._registry.in_state(AT_INIT, READY))
         if 0 < in_loop < ready:  # a worker in the loop joins no collective of the code before it
             for worker in list(self._registry.in_state(AT_INIT, READY)):
@@ -404,7 +401,9 @@ class WorldLifecycle:
         if not decision.go:
             self._wait_or_fail(decision, ready, now)
         elif ready:
-            self._change = self._quorum.reached(ready, self._change)
+            want, need, grace_s = self._settings.num_proc, self._settings.min_num_proc, self._settings.start_grace_s
+            gathered = WorldChangeKind.GATHERED
+            self._change = WorldChange(gathered, ready, want, need, grace_s, before=self._change)
             self._publish(list(self._registry.in_state(AT_INIT, READY)), now)
         else:
             self._finish(now)
@@ -442,24 +441,23 @@ class WorldLifecycle:
         self._wait_or_fail(decision, have, now)
 
     def _wait_or_fail(self, decision: decisions.Decision, have: int, now: float) -> None:
-        if decision.expired:
+        if decision.wait is None:
             self.fail(self._quorum.not_enough(have, self._last_loss, now), now)
-        else:
-            self._context.announce_wait(self._quorum.wait_for(decision), decision.deadline, now)
+            return
+        self._quorum.timer.set(0, decision.deadline)
+        wait = replace(decision.wait, missing=self._scheduler.causes_of_missing())
+        self._context.announce_wait(wait, decision.deadline, now)
 
     def _on_state_lost(self, now: float) -> None:
-        """Fail the job. The error is about crashes if they came back until no worker was left.
-
-        The last exit may be reported only after the loss, so the job waits for it for a moment.
-        """
-        if self._crashes.may_be_a_loop():
+        """Fail the job: because of crashes, if they came back. The last exit is waited for, as it is reported later."""
+        if self._crashes.worlds_with_deaths() > 1:
             if self._lost_at is None:
                 self._lost_at = now
             if self._crashes.is_a_loop_at_the_end(now):
                 self.fail(self._crashes.error(self.furthest, now), now)
                 return
             if now < (due := self._lost_at + REPORT_GRACE_S):
-                self._timers.set(("quorum", 0), due)
+                self._quorum.timer.set(0, due)
                 self._context.announce_wait(Wait(WaitKind.CAUSE), due, now)
                 return
         steps, lost = self.furthest.steps, self._last_loss
@@ -488,7 +486,8 @@ class WorldLifecycle:
             worker = self._registry.workers[member.worker]
             self._registry.move(worker, TRAINING)
             worker.round, worker.rank = world.round, member.rank
-        self._timers.cancel(("quorum", 0), ("notice", 0))
+        self._quorum.timer.cancel(0)
+        self._notice_timer.cancel(0)
         pause = None if self._paused_at is None else now - self._paused_at
         self._quorum.backoff.world_began(self.furthest, now)
         self._paused_at = None

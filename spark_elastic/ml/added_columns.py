@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Array = npt.NDArray[Any]
-BY_CLASS = ("argmax", "argmax_probability")
-"""Rules for outputs with one value per class: a logit, or a probability."""
+BY_CLASS = ("argmax", "argmax_probability")  # rules for outputs with one value per class: a logit, or a probability
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +31,8 @@ class AddedColumn:
     """A column that `transform` adds.
 
     Attributes:
-        made: "raw": the output number `output`, unchanged; "prediction", "probability" or "raw_prediction": made
-            of output 0 by `rule`.
-        as_vector: Store a Spark ML vector.
+        made: "raw": the output number `output`, unchanged; "prediction", "probability" or "raw_prediction": made of
+            output 0 by `rule`.
     """
 
     name: str
@@ -42,7 +40,7 @@ class AddedColumn:
     output: int
     rule: str
     shape: OutputShape
-    as_vector: bool = False
+    as_vector: bool = False  # store a Spark ML vector
 
     def values(self, outputs: Sequence[Array]) -> Array:
         """Return the column's values, [rows, ...], given all outputs of the model, each [rows, ...]."""
@@ -99,7 +97,6 @@ def suits(rule: str, shape: tuple[int, ...]) -> bool:
 
 
 def spark_type(column: AddedColumn) -> Any:
-    """Return the Spark DataType of the column."""
     from pyspark.ml.linalg import VectorUDT
     from pyspark.sql import types
 

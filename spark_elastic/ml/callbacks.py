@@ -30,14 +30,14 @@ class Run(Protocol):
         history: The epochs that have ended.
     """
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
+    rank: int
+    size: int
+    epochs: int
+    model: Any
+    optimizer: Any
+
     @property
     def epoch(self) -> int: ...
-    @property
-    def epochs(self) -> int: ...
     @property
     def step(self) -> int: ...
     @property
@@ -45,11 +45,6 @@ class Run(Protocol):
     @property
     def logs(self) -> Logs:
         """Loss and metrics of this epoch's steps so far. Computed on access."""
-
-    @property
-    def model(self) -> Any: ...
-    @property
-    def optimizer(self) -> Any: ...
 
     def stop(self, reason: str) -> None:
         """End the training: after this epoch in `on_epoch_end`, after one more step in `on_batch_end`.

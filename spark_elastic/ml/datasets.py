@@ -42,7 +42,6 @@ class SharedDatasets:
             return self._datasets[key]
 
     def done(self) -> None:
-        """End one of the fits."""
         with self._lock:
             self._fits_left -= 1
             if self._fits_left == 0:
@@ -50,16 +49,10 @@ class SharedDatasets:
                     delete_unless_used(dataset.store)
 
 
-# --- write ------------------------------------------------------------------------------------
-
-
 def written_rows(
     df: Any, tensors: Tensors, store: Store, given: Callable[[str], Any], shared: SharedDatasets | None
 ) -> Dataset:
-    """Write the rows of a DataFrame, or find them under the `dataset_id`, or among those of other fits.
-
-    `given` returns the value of a setting. Raises as `spark_elastic.materialize` does.
-    """
+    """Write the rows of a DataFrame, or find them; raise as `materialize`. `given` returns the value of a setting."""
     from spark_elastic.data.materialization import materialize
 
     settings = {
@@ -86,11 +79,8 @@ def written_rows(
     return write() if shared is None else shared.get(json.dumps(settings, sort_keys=True, default=repr), write)
 
 
-# --- checks of a dataset that was written before ----------------------------------------------
-
-
-def check_tensors(dataset: Dataset) -> None:
-    """Raise `DatasetError` if the dataset was not written for an estimator."""
+def check_stored(dataset: Dataset, settings: ElasticParams) -> None:
+    """Raise `DatasetError` or `InvalidSettingsError` if settings do not go with a dataset that was written before."""
     names = [each.name for each in dataset.layout.fields]
     if "features_0" not in names or "train" not in dataset.splits:
         raise DatasetError(
@@ -98,10 +88,6 @@ def check_tensors(dataset: Dataset) -> None:
             "features_0 (and features_1, ..., label_0, ...) in train: materialize(df, {'features_0': [...], "
             "'label_0': ...})"
         )
-
-
-def check_stored_settings(dataset: Dataset, settings: ElasticParams) -> None:
-    """Raise if a setting is about writing rows, or if settings about columns differ from those of the dataset."""
     given, where = settings.getOrDefault, dataset.store.url
     options = given("data_options") or {}
     of_writing = [name for name in ("dataset_id", "keep_dataset") if settings.isSet(name) and given(name)]

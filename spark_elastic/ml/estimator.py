@@ -29,8 +29,7 @@ class ElasticEstimator(TrainingParams, OutputParams, Savable, Estimator[M]):
     """Base of the estimators: their settings, and the steps of a fit."""
 
     _saved_together: tuple[str, ...] = ("model", "optimizer", "lr_scheduler")
-    _shared_datasets: SharedDatasets | None = None
-    """Within `fitMultiple`: the datasets that are written for the same DataFrame."""
+    _shared_datasets: SharedDatasets | None = None  # within `fitMultiple`: those written for the same DataFrame
 
     @abstractmethod
     def _fit_run(self) -> FitRun[Any, M]:

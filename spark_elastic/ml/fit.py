@@ -19,28 +19,15 @@ from spark_elastic.data.columns import check_validation
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.shared_store import ensure_shared
 from spark_elastic.data.store import Store
-from spark_elastic.errors import (
-    DataError,
-    InvalidSettingsError,
-    StateLostError,
-)
+from spark_elastic.errors import DataError, InvalidSettingsError, StateLostError
 from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverCallback, DriverResult, DriverRun
 from spark_elastic.jobs.settings import RunCall, RunSettings
-from spark_elastic.ml import preparation
-from spark_elastic.ml.datasets import SharedDatasets, check_stored_settings, check_tensors, written_rows
+from spark_elastic.ml import preparation, run_folder
+from spark_elastic.ml.datasets import SharedDatasets, check_stored, written_rows
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.params import ElasticParams, as_list
 from spark_elastic.ml.preparation import Tensors, flat_names, model_inputs
 from spark_elastic.ml.results import WorkerResults
-from spark_elastic.ml.run_folder import (
-    check_room,
-    described,
-    digest,
-    durable_run,
-    identity_of_rows,
-    leased_if_possible,
-    transient_run,
-)
 from spark_elastic.ml.shared_params import READ_OPTIONS, OutputParams
 from spark_elastic.ml.training.dry_run import DryRunResult, warn_of_no_prediction
 from spark_elastic.ml.training.spec import CheckpointPlan, Training, TrainingResult
@@ -68,8 +55,7 @@ _WITH_CODE = (
 )
 """Settings that may need modules of the user's own."""
 _VALUES = ("TypedStorage", "UntypedStorage", "ndarray")
-_OF_CLUSTER = {"storage_options", "run_options", "status_port"}
-"""Settings that do not distinguish the trainings of a search."""
+_OF_CLUSTER = {"storage_options", "run_options", "status_port"}  # these do not distinguish the trainings of a search
 
 
 class FitRun(ABC, Generic[T, M]):
@@ -77,15 +63,6 @@ class FitRun(ABC, Generic[T, M]):
 
     The steps, in order: `check` and `materialise`, or `check_stored` for rows that were written before; then `dry_run`,
     `train` and `load`. A framework's subclass says how it trains; `given` is the value of a setting.
-
-    Attributes:
-        cluster: The cluster of the fit; None if a launcher needs no Spark.
-        rows: The written rows.
-        store: The run folder.
-        resume_from: Name of the checkpoint in it to resume from; None: train from the start.
-        training: The settings of the training for the workers.
-        trained: The results of the workers.
-        seconds: The seconds that the parts of the fit took, by name.
     """
 
     deciding: ClassVar[tuple[str, ...]] = (
@@ -93,28 +70,24 @@ class FitRun(ABC, Generic[T, M]):
         *("gradient_clip_norm", "gradient_clip_value", "gradient_compression", "sync_batch_norm"),
     )
     """Settings that decide the course of a training: it resumes only from checkpoints with the same ones."""
-    worker_env: ClassVar[Mapping[str, str]] = {}
-    """Environment variables that workers need before they import anything."""
-    train_fn: ClassVar[staticmethod[[Any], TrainingResult]]
-    """The function that each worker calls with the training."""
-    dry_run_fn: ClassVar[staticmethod[[Any, Any], DryRunResult]]
-    """Does one step of a copy of a training on its first rows. Raises `DataError` or `InvalidSettingsError`."""
+    worker_env: ClassVar[Mapping[str, str]] = {}  # environment variables that workers need before they import anything
+    train_fn: ClassVar[staticmethod[[Any], TrainingResult]]  # the function that each worker calls with the training
+    dry_run_fn: ClassVar[staticmethod[[Any, Any], DryRunResult]]  # does one step of a copy of a training
 
-    rows: Dataset
-    store: Store
-    training: T
-    trained: WorkerResults
+    rows: Dataset  # the written rows
+    store: Store  # the run folder
+    training: T  # the settings of the training for the workers
+    trained: WorkerResults  # the results of the workers
     _df: Any
     _tensors: Tensors
     _tried: DryRunResult
 
     def __init__(self, settings: ElasticParams, shared: SharedDatasets | None = None) -> None:
         self._settings = settings
-        self._shared = shared
-        """The datasets of the other fits of the same `fitMultiple`."""
-        self.cluster: Cluster | None = None
-        self.resume_from: str | None = None
-        self.seconds: dict[str, float] = {}
+        self._shared = shared  # the datasets of the other fits of the same `fitMultiple`
+        self.cluster: Cluster | None = None  # None also if a launcher needs no Spark
+        self.resume_from: str | None = None  # the name of a checkpoint
+        self.seconds: dict[str, float] = {}  # the seconds that the parts of the fit took, by name
         self._began = clock.wall()
         self._events: list[dict[str, Any]] = []
         self._exits = contextlib.ExitStack()
@@ -126,7 +99,6 @@ class FitRun(ABC, Generic[T, M]):
         self._exits.__exit__(kind, error, at)
 
     def given(self, name: str) -> Any:
-        """Return the value of a setting, or its default."""
         return self._settings.getOrDefault(name)
 
     @property
@@ -141,8 +113,6 @@ class FitRun(ABC, Generic[T, M]):
         finally:
             self.seconds[part] = self.seconds.get(part, 0.0) + clock.monotonic() - start
 
-    # --- for frameworks ---------------------------------------------------------------------------
-
     @abstractmethod
     def check_framework(self) -> None:
         """Raise `InvalidSettingsError` for settings that are missing, or wrong for this framework."""
@@ -150,9 +120,6 @@ class FitRun(ABC, Generic[T, M]):
     @abstractmethod
     def label_dtypes(self) -> list[str | None]:
         """Return the type that the loss needs of each label; None: as in its column."""
-
-    def prepare_model(self) -> None:
-        """Change the given model by the rows, before anything describes it or makes a copy of it."""
 
     @abstractmethod
     def make_training(self, store: Store, resume_from: str | None = None) -> T:
@@ -162,14 +129,8 @@ class FitRun(ABC, Generic[T, M]):
     def fitted_model(self, fitted: Fitted) -> M:
         """Return the trained model, made of a file of `trained`."""
 
-    # --- step 1: check ----------------------------------------------------------------------------
-
     def check(self, df: Any) -> None:
-        """Check settings, columns and cluster, before anything runs.
-
-        Raises:
-            UsageError: One of them has to be changed.
-        """
+        """Check settings, columns and cluster, before anything runs; raise `UsageError` if one has to be changed."""
         if not hasattr(df, "sparkSession"):
             raise InvalidSettingsError(
                 f"fit needs a Spark DataFrame, not {type(df).__module__}.{type(df).__name__}; "
@@ -184,19 +145,25 @@ class FitRun(ABC, Generic[T, M]):
         self.cluster = checked_cluster(df.sparkSession)
         self._df, self._tensors = df, self.tensors(df.schema)
         self._check_store()
-        self._check_own_modules()
+        if self._run_options.get("launcher") is None and own_modules():  # which the executors have to import
+            given = [self.worker_callbacks(), *map(self.given, filter(self._settings.hasParam, _WITH_CODE))]
+            try:
+                pickled = self.pickled(given)
+            except Exception as error:  # the dry run names the setting
+                log.debug("own modules are not looked for: %s", error)
+            else:
+                check_modules(self.cluster, pickled, self._run_options.get("env"))
         self._began = clock.wall()
 
     def check_stored(self, where: str | Path | Store | Dataset) -> None:
         """Check settings, cluster, and a dataset that was written before, to train on its rows."""
         self.check_settings()
         self.rows = where if isinstance(where, Dataset) else Dataset.open(where, self.given("storage_options"))
-        check_tensors(self.rows)
-        check_stored_settings(self.rows, self._settings)
+        check_stored(self.rows, self._settings)
         if self._run_options.get("launcher") is None:
             self.cluster = checked_cluster()
             self._check_store()
-        self._exits.enter_context(leased_if_possible(self.rows.store))
+        self._exits.enter_context(run_folder.leased_if_possible(self.rows.store))
         self._began = clock.wall()
 
     def check_settings(self) -> None:
@@ -224,36 +191,18 @@ class FitRun(ABC, Generic[T, M]):
         return made
 
     def _check_store(self) -> None:
-        """Raise `StoreError` if the driver cannot see files that executors write to the run folders.
-
-        Sends this package to the executors first if `run_options` ask for it: the tasks that look at the folders need
-        it, and so do those that write rows later.
-        """
+        """Send this package if it is asked for; raise `StoreError` if the driver cannot see files of the executors."""
         if self.cluster is None:
             return
         on_cluster = self._run_options.get("launcher") is None
         if self._run_options.get("ship_package") and (on_cluster or self.cluster.remote):
-            self.cluster.ship_package()
+            self.cluster.apply(None, ship_package=True)
         if on_cluster:
             ensure_shared(self._runs(), self.cluster)
-
-    def _check_own_modules(self) -> None:
-        """Raise `NotPicklableError` if executors cannot import a module of the user's own that the settings need."""
-        if self.cluster is None or self._run_options.get("launcher") is not None or not own_modules():
-            return
-        given = [self.worker_callbacks(), *(self.given(name) for name in _WITH_CODE if self._settings.hasParam(name))]
-        try:
-            pickled = self.pickled(given)
-        except Exception as error:  # the dry run names the setting
-            log.debug("own modules are not looked for: %s", error)
-            return
-        check_modules(self.cluster, pickled, self._run_options.get("env"))
 
     def pickled(self, value: Any) -> bytes:
         """Pickle settings as they travel to the workers, without the values of tensors and arrays."""
         return dumps(value, lambda each: (int, ()) if type(each).__name__ in _VALUES else NotImplemented)
-
-    # --- step 2: materialise ----------------------------------------------------------------------
 
     def materialise(self) -> None:
         """Write the rows, or find them under the `dataset_id`, and keep them until the run ends."""
@@ -267,20 +216,13 @@ class FitRun(ABC, Generic[T, M]):
             self.rows = rows = written_rows(self._df, self._tensors, self._base_store(), self.given, self._shared)
         if self._shared is None:
             self._exits.callback(delete_unless_used, rows.store)
-        self._exits.enter_context(leased_if_possible(rows.store))
-
-    # --- step 3: dry run --------------------------------------------------------------------------
+        self._exits.enter_context(run_folder.leased_if_possible(rows.store))
 
     def dry_run(self) -> None:
         """Open the run folder, and do one step of a copy of the training on the driver.
 
-        Raises:
-            RunTakenError: Another driver has the run.
-            CheckpointError: The checkpoints are damaged, or of another training.
-            StoreError: The folder cannot be used, or has no room for the model and the checkpoints.
-            DataError, InvalidSettingsError: The step failed.
+        Raises as `durable_run` does, and `DataError` or `InvalidSettingsError` if the step fails.
         """
-        self.prepare_model()
         self._open_folder()
         self.training = self.make_training(self.store, self.resume_from)
         with self._timed("try"):
@@ -288,7 +230,6 @@ class FitRun(ABC, Generic[T, M]):
             self.training = replace(self.training, **self._tried.settings)
             if self.given("prediction") == "auto" and self.given("prediction_col"):
                 warn_of_no_prediction(self._tried)
-        check_room(self.store, self.training.model_nbytes, self.training)
 
     def _base_store(self) -> Store:
         return Store.create(self.given("store"), self.given("storage_options"))
@@ -304,28 +245,29 @@ class FitRun(ABC, Generic[T, M]):
         """Acquire the run folder until the run ends. Without `checkpoint_dir` it is removed then."""
         runs = self._runs()
         if self.given("checkpoint_dir") is None:
-            self.store = self._exits.enter_context(transient_run(runs))
+            self.store = self._exits.enter_context(run_folder.transient_run(runs))
             return
         identity = self.identity()
         name = self.given("run_id") or f"{clock.wall():.0f}-{uuid.uuid4().hex[:8]}"
         if self._shared is not None:  # one of several trainings, each with its own checkpoints
             params = self._settings._paramMap
             names = sorted({param.name for param in params if self._settings._is_given(param.name)} - _OF_CLUSTER)
-            name += f"-{digest([identity, {each: self.described(each) for each in names}])}"
+            name += f"-{run_folder.digest([identity, {each: self.described(each) for each in names}])}"
         run_id, resume = self.given("run_id"), self.given("resume")
         self.store = runs.sub(name)
-        self.resume_from = self._exits.enter_context(durable_run(runs, name, identity, run_id, resume))
+        self.resume_from = self._exits.enter_context(run_folder.durable_run(runs, name, identity, run_id, resume))
 
     def identity(self) -> dict[str, Any]:
         """Return the facts that must be equal for a training to resume from a checkpoint."""
         return {
-            **identity_of_rows(self.rows, self.given("seed"), self.given("shuffle")),
+            **run_folder.identity_of_rows(self.rows, self.given("seed"), self.given("shuffle")),
             **{name: self.described(name) for name in self.deciding if self._settings._is_given(name)},
         }
 
     def described(self, name: str) -> str:
         """Describe a setting in words that are equal in every process."""
-        return described(self.given(name), buffers=name != "model")  # a checkpoint has the model's own buffers
+        buffers = name != "model"  # whose own buffers a checkpoint has
+        return run_folder.described(self.given(name), buffers=buffers)
 
     def batch_size(self) -> int | None:
         """Return the rows of a global batch; None if they depend on the number of workers."""
@@ -364,8 +306,6 @@ class FitRun(ABC, Generic[T, M]):
             **{name: value for name, value in (self.given("data_options") or {}).items() if name in READ_OPTIONS},
         }
 
-    # --- callbacks --------------------------------------------------------------------------------
-
     def worker_callbacks(self) -> list[Any]:
         """Return the callbacks that travel to the workers."""
         return [each for each in as_list(self.given("callbacks")) if not isinstance(each, DriverCallback)]
@@ -381,28 +321,21 @@ class FitRun(ABC, Generic[T, M]):
             given += autologging_callbacks(given)
         return CallbackSession(given)
 
-    def _driver_run(self) -> DriverRun:
-        """Return this fit as callbacks on the driver see it."""
-        settings = self._settings
-        return DriverRun(
-            name=type(settings).__name__,
-            settings=describe_settings({param.name: settings.getOrDefault(param) for param in settings.params}),
+    def train(self) -> None:
+        """Train in the workers of a job, again from the newest checkpoint if all workers that had the state are lost.
+
+        Raises as `WorkerResults.check` does, and `StateLostError` if there is no newer checkpoint.
+        """
+        session, has_checkpoints = self._session, self.given("checkpoint_dir") is not None
+        names = [param.name for param in self._settings.params]
+        run = DriverRun(
+            name=type(self._settings).__name__,
+            settings=describe_settings({name: self._settings.getOrDefault(name) for name in names}),
             epochs=self.given("epochs"),
             run_id=self.given("run_id"),
             resumed=self.resume_from is not None,
         )
-
-    # --- step 4: train ----------------------------------------------------------------------------
-
-    def train(self) -> None:
-        """Train in the workers of a job, again from the newest checkpoint if all workers that had the state are lost.
-
-        Raises:
-            StateLostError: There is no newer checkpoint than the one that the training resumed from.
-            LossNotFiniteError, RunTakenError: As of `WorkerResults.check`.
-        """
-        session, has_checkpoints = self._session, self.given("checkpoint_dir") is not None
-        self._exits.enter_context(session.fit(self._driver_run()))
+        self._exits.enter_context(session.fit(run))
         with self._timed("train"):
             results = None
             while results is None:
@@ -445,7 +378,6 @@ class FitRun(ABC, Generic[T, M]):
             session.note_events(self._events)
 
     def _call(self, *arguments: Any) -> RunCall:
-        """Return the call of `run` for the workers."""
         options = dict(self._run_options)
         if self.worker_env:
             options["env"] = {**self.worker_env, **(options.get("env") or {})}
@@ -463,8 +395,6 @@ class FitRun(ABC, Generic[T, M]):
             status_port=self.given("status_port"),
             **options,
         )
-
-    # --- step 5: load -----------------------------------------------------------------------------
 
     def load(self) -> M:
         """Return the trained model, with the history and the events of the fit."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,39 +18,27 @@ from spark_elastic.data.manifest import TensorField, names_in, tensor_field, typ
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.added_columns import BY_CLASS, AddedColumn, OutputShape, spark_type, suits
 from spark_elastic.ml.persistence import Savable
-from spark_elastic.ml.serving import Serving, tensors_for
+from spark_elastic.ml.serving import Predictor, Serving, tensors_for
 from spark_elastic.ml.shared_params import FeatureColumns, OutputParams
 from spark_elastic.reporting.history import History, draw_training
-from spark_elastic.spark.cluster import Cluster, Sent
+from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.session import cluster_of
 from spark_elastic.wire.pickling import dumps
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """The facts of a fit beside the weights.
+    """The facts of a fit beside the weights."""
 
-    Attributes:
-        inputs: The model's inputs, and the columns they came from.
-        outputs: The model's outputs that have a value for each row, for one row.
-        taken: Their positions among all that the model returns; empty if they are all.
-        rule: The rule by which the loss makes a prediction of the first output; None if it has none.
-        history: The epochs of the fit.
-        events: The events of the fit's workers.
-        why_not: Why the model cannot be called with its inputs alone; "" if it can.
-        pad_to: Lengths that arrays are padded to, by input.
-        allow_nan: Inputs that may be NaN or infinite; True or False for all of them.
-    """
-
-    inputs: tuple[TensorField, ...]
-    outputs: tuple[OutputShape, ...]
-    rule: str | None = None
-    history: History = dataclasses.field(default_factory=History)
-    events: tuple[Mapping[str, Any], ...] = ()
-    why_not: str = ""
-    pad_to: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    allow_nan: bool | Sequence[str] = False
-    taken: tuple[int, ...] = ()
+    inputs: tuple[TensorField, ...]  # the model's inputs, and the columns they came from
+    outputs: tuple[OutputShape, ...]  # the model's outputs that have a value for each row, for one row
+    rule: str | None = None  # the rule by which the loss makes a prediction of the first output; None if it has none
+    history: History = dataclasses.field(default_factory=History)  # the epochs of the fit
+    events: tuple[Mapping[str, Any], ...] = ()  # the events of the fit's workers
+    why_not: str = ""  # why the model cannot be called with its inputs alone; "" if it can
+    pad_to: Mapping[str, int] = dataclasses.field(default_factory=dict)  # lengths that arrays are padded to, by input
+    allow_nan: bool | Sequence[str] = False  # inputs that may be NaN or infinite; True or False for all of them
+    taken: tuple[int, ...] = ()  # their positions among all that the model returns; empty if they are all
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -65,6 +53,11 @@ class Fitted:
         """Rebuild the facts from what `to_json` returned. Raises `CheckpointError`, with the field, for others."""
         allowed = document.get("allow_nan")
         try:
+            outputs = [typed({"outputs": one}, "outputs", dict) for one in typed(document, "outputs", list)]
+            # files of 0.2.0 have no positions
+            taken = tuple(whole_number(at, "taken") for at in typed({"taken": [], **document}, "taken", list))
+            if taken and len(taken) != len(outputs):
+                raise ValueError(f"taken has {len(taken)} positions for {len(outputs)} outputs")
             return cls(
                 inputs=tuple(
                     tensor_field(each, f"inputs[{number}]")
@@ -75,7 +68,7 @@ class Fitted:
                         typed(each, "dtype", str, "outputs."),
                         tuple(whole_number(size, "outputs.shape") for size in typed(each, "shape", list, "outputs.")),
                     )
-                    for each in (typed({"outputs": one}, "outputs", dict) for one in typed(document, "outputs", list))
+                    for each in outputs
                 ),
                 rule=typed(document, "rule", str) if document.get("rule") is not None else None,
                 history=History.from_json(document.get("history")),
@@ -85,18 +78,10 @@ class Fitted:
                     name: whole_number(length, "pad_to") for name, length in typed(document, "pad_to", dict).items()
                 },
                 allow_nan=allowed if isinstance(allowed, bool) else names_in(document, "allow_nan"),
-                taken=_taken(document),
+                taken=taken,
             )
         except ValueError as error:
             raise CheckpointError(f"the metadata of the saved model is damaged: {error}") from error
-
-
-def _taken(document: Mapping[str, Any]) -> tuple[int, ...]:
-    """Decode the positions of the outputs, which files of 0.2.0 do not have. Raise ValueError for other numbers."""
-    taken = tuple(whole_number(at, "taken") for at in typed({"taken": [], **document}, "taken", list))
-    if taken and len(taken) != len(document["outputs"]):
-        raise ValueError(f"taken has {len(taken)} positions for {len(document['outputs'])} outputs")
-    return taken
 
 
 def _with_udf(dataset: Any, serving: Serving, functions: Any) -> Any:
@@ -137,8 +122,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
     `feature_cols` may be set to other names than those it was trained on, in the same grouping.
     """
 
-    _native_name = "module"
-    """The attribute with the framework's own model."""
+    _native_name = "module"  # the attribute with the framework's own model
     _native: Any = None
     _fitted: Fitted | None = None
     fit_seconds: Mapping[str, float] = MappingProxyType({})
@@ -149,17 +133,13 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         # By application and settings: the key of the executors' caches, and the broadcast. Copies share it.
         self._shipments: dict[tuple[Any, ...], tuple[str, Any]] = {}
 
-    # --- for frameworks ---------------------------------------------------------------------------
-
-    def _saved_predictor(self) -> Any:
-        """Return the object that is sent to executors, whose `load()` returns a `Predictor`."""
+    def _predictor(self) -> Callable[[], Predictor]:
+        """Return the function that is sent to executors to load the model there."""
         raise NotImplementedError
 
     def _batch_size(self) -> int:
         """Return the rows to put through the model at once, unless `transform_batch_size` is set."""
         return 4096
-
-    # --- for users --------------------------------------------------------------------------------
 
     @property
     def history(self) -> History:
@@ -192,10 +172,8 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         fitted = self._facts_of_fit()
         if self.getOrDefault("inference_fn") is not None or not fitted.outputs or fitted.taken:
             return None
-        sides: dict[str, list[tuple[str, Any]]] = {
-            "inputs": [(field.name, field) for field in fitted.inputs],
-            "outputs": [(f"output_{index}", output) for index, output in enumerate(fitted.outputs)],
-        }
+        outputs = [(f"output_{index}", output) for index, output in enumerate(fitted.outputs)]
+        sides: dict[str, Any] = {"inputs": [(each.name, each) for each in fitted.inputs], "outputs": outputs}
         return {
             side: [{"name": name, "dtype": each.dtype, "shape": list(each.shape)} for name, each in named]
             for side, named in sides.items()
@@ -238,7 +216,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
                     f"the DataFrame has a column {present[same(column.name)]!r} already; give the output "
                     f"another name ({setting}), or drop the column first"
                 )
-        nullable = self._handle_invalid() == "keep"
+        nullable = self.getOrDefault("handle_invalid") == "keep"
         return StructType([*schema.fields, *(StructField(c.name, spark_type(c), nullable) for c in added)])
 
     def _transform(self, dataset: Any) -> Any:
@@ -259,7 +237,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             inference_fn=self.getOrDefault("inference_fn"),
             names=tuple(dataset.columns),
             groups=travel.groups_of({name: kind.typeName() for name, kind in features.items()}),
-            handle_invalid=self._handle_invalid(),
+            handle_invalid=self.getOrDefault("handle_invalid"),
             taken=fitted.taken,
         )
         if cluster.has_arrow_udfs():
@@ -275,20 +253,11 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         plain = dataset.toDF(*(f"column {index}" for index in range(len(dataset.columns))))
         return plain.mapInArrow(predictions, schema)
 
-    # --- settings and model together --------------------------------------------------------------
-
-    def _native_model(self) -> Any:
-        if self._native is None:
-            raise InvalidSettingsError(
-                f"this {type(self).__name__} was not made by a fit or load, and has no {self._native_name}; call fit "
-                "or load first"
-            )
-        return self._native
-
     def _facts_of_fit(self) -> Fitted:
         if self._fitted is None:
             raise InvalidSettingsError(
-                f"this {type(self).__name__} was not returned by fit, so it has no model and no history"
+                f"this {type(self).__name__} was not made by fit or load, and has no {self._native_name} and no "
+                "history; call fit or load first"
             )
         return self._fitted
 
@@ -331,29 +300,26 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             for index, (name, shape) in enumerate(zip(names, outputs[: len(names)], strict=True))
         ]
         rule = self._rule(outputs[0])
-        prediction = self.getOrDefault("prediction_col")
-        if prediction and rule is not None:
-            added.append(AddedColumn(prediction, "prediction", 0, rule, OutputShape("<f8", ())))
-        elif prediction and self.isSet("prediction_col"):
-            raise InvalidSettingsError(self._no_rule(outputs[0], "prediction_col"))
-        for made in ("probability", "raw_prediction"):
+        classes = outputs[0].shape if rule in BY_CLASS else (2,)
+        for made, shape in (("prediction", ()), ("probability", classes), ("raw_prediction", classes)):
             setting = f"{made}_col"
-            name = self.getOrDefault(setting)
-            if not name:
+            if not (name := self.getOrDefault(setting)):
                 continue
-            if rule is None or rule == "value":
-                raise InvalidSettingsError(self._no_rule(outputs[0], setting))
-            classes = outputs[0].shape if rule in BY_CLASS else (2,)
-            added.append(AddedColumn(name, made, 0, rule, OutputShape("<f8", classes), as_vector=True))
+            vector = made != "prediction"
+            if rule is not None and not (vector and rule == "value"):
+                added.append(AddedColumn(name, made, 0, rule, OutputShape("<f8", shape), as_vector=vector))
+            elif self.isSet(setting):  # prediction_col has a default
+                raise InvalidSettingsError(
+                    f"{setting} is set, but it is not known how to make one of an output of shape "
+                    f"{list(outputs[0].shape)}; set prediction to 'argmax', 'argmax_probability', 'binary_logit' or "
+                    "'binary_probability'"
+                )
         if not added:
             raise InvalidSettingsError(
                 "transform has nothing to add: output_cols is [], and there is no prediction_col, probability_col or "
                 "raw_prediction_col"
             )
         return tuple(added)
-
-    def _handle_invalid(self) -> str:
-        return self.getOrDefault("handle_invalid") or "error"  # None must not drop rows
 
     def _rule(self, output: OutputShape) -> str | None:
         chosen = self.getOrDefault("prediction")
@@ -366,18 +332,12 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             )
         return str(chosen)
 
-    def _no_rule(self, output: OutputShape, setting: str) -> str:
-        return (
-            f"{setting} is set, but it is not known how to make one of an output of shape {list(output.shape)}; set "
-            "prediction to 'argmax', 'argmax_probability', 'binary_logit' or 'binary_probability'"
-        )
-
-    def _shipped(self, cluster: Cluster) -> tuple[str, Sent]:
+    def _shipped(self, cluster: Cluster) -> tuple[str, Any]:
         """Return cache key and broadcast of the model, sent once per application, device and number of threads."""
         about = (cluster.id, self._given("transform_device"), self._given("transform_threads"))
         if about not in self._shipments:
             # Pickled here, too: Spark's own pickle would load the model in every worker that reads the broadcast.
-            payload = dumps(self._saved_predictor())
+            payload = dumps(self._predictor())
             try:
                 shipped = cluster.send(payload)
             except Exception as error:  # of py4j, with the JVM's error in its words
@@ -390,9 +350,6 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
                 ) from error
             self._shipments[about] = (uuid.uuid4().hex, shipped)
         return self._shipments[about]
-
-    def _facts(self) -> dict[str, Any]:
-        return self._facts_of_fit().to_json()
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
         self._fitted = Fitted.from_json(facts)

@@ -3,12 +3,11 @@
 ::
 
     class BatchParams(ElasticParams):
-        epochs: Param[int] = setting("passes over the rows.", whole(at_least=1), default=1)
-        getEpochs, setEpochs = accessors(epochs)
+        epochs, getEpochs, setEpochs = setting("passes over the rows.", whole(at_least=1), default=1)
 
 makes a Param for param maps and `explainParam("epochs")`, and its getter and setter. The signatures of the estimators
-repeat name, type and default, for people and tools; a test compares them with the declarations. A setting that is
-declared without a default is None until it is set.
+repeat name and default, for people and tools; a test compares them with the declarations. A setting that is declared
+without a default is None until it is set.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ import numbers
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import numpy as np
 from pyspark.ml.param import Param, Params
@@ -30,88 +28,56 @@ from pyspark.ml.param import Param, Params
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError, SparkElasticError, nearest
 from spark_elastic.reporting.descriptions import describe_setting
-from spark_elastic.settings import whole_number
+from spark_elastic.settings import accepting, whole_number, wrong
+from spark_elastic.settings import boolean as boolean
+from spark_elastic.settings import dictionary as dictionary
+from spark_elastic.settings import identifier as identifier
 from spark_elastic.trackers.autologging import reads_settings
 
-# --- converters ---------------------------------------------------------------------------------
-
-Converter = Callable[[str, Any], Any]
-"""A function of a setting's name and the value that was given; returns the plain value, or raises
-`InvalidSettingsError`."""
+Converter = Callable[[str, Any], Any]  # of name and value, to the plain value; raises `InvalidSettingsError`
 
 
-def _wrong(name: str, wanted: str, value: Any) -> InvalidSettingsError:
-    return InvalidSettingsError(f"{name} must be {wanted}, not {value!r:.200} ({type(value).__name__})")
-
-
-def whole(at_least: int) -> Converter:
-    """Return a converter to an int with a lower bound."""
+def whole(at_least: int) -> Callable[[str, int], int]:
     return lambda name, value: whole_number(name, value, at_least)
 
 
-def real(*, above: float | None = None, at_least: float | None = None) -> Converter:
-    """Return a converter to a finite float with a lower bound."""
+def real(*, above: float | None = None, at_least: float | None = None) -> Callable[[str, float], float]:
     bound = f" above {above:g}" if above is not None else f" of at least {at_least:g}" if at_least is not None else ""
 
     def convert(name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise _wrong(name, f"a number{bound}", value)
+            raise wrong(name, f"a number{bound}", value)
         number = float(value)
         if (above is not None and number <= above) or (at_least is not None and number < at_least):
-            raise _wrong(name, f"a number{bound}", value)
+            raise wrong(name, f"a number{bound}", value)
         return number
 
     return convert
 
 
-def accepting(wanted: str, accepts: Callable[[Any], Any], plain: Callable[[Any], Any]) -> Converter:
-    """Return a converter that accepts some values and makes them plain; `wanted` describes them in the error."""
-
-    def convert(name: str, value: Any) -> Any:
-        if not accepts(value):
-            raise _wrong(name, wanted, value)
-        return plain(value)
-
-    return convert
-
-
 def one_of(*choices: str) -> Converter:
-    """Return a converter that accepts one of the choices."""
     return accepting(f"one of {', '.join(map(repr, choices))}", lambda value: value in choices, str)
 
 
-boolean = accepting("True or False", lambda value: type(value).__name__ in ("bool", "bool_"), bool)  # numpy's too
-text = accepting("a name", lambda value: isinstance(value, str) and value, str)
-identifier = accepting(
-    "letters, digits, '_', '-', '=' and '.', not beginning with '.'",
-    lambda value: isinstance(value, str) and re.fullmatch(r"[\w=-][\w.=-]*", value),
-    str,
-)
-function = accepting("a function", callable, lambda value: value)
-dictionary = accepting(
-    "a dict with names as keys",
-    lambda value: isinstance(value, Mapping) and all(isinstance(key, str) and key for key in value),
-    dict,
-)
+text: Callable[[str, str], str] = accepting("a name", lambda value: isinstance(value, str) and value, str)
+function: Callable[[str, Callable[..., Any]], Any] = accepting("a function", callable)
 
 
-def path(name: str, value: Any, wanted: str = "a path or a URI") -> str:
-    """Convert a path or URI to text."""
+def path(name: str, value: str | os.PathLike[str], wanted: str = "a path or a URI") -> str:
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise _wrong(name, wanted, value)
+        raise wrong(name, wanted, value)
     return str(value)
 
 
-def location(name: str, value: Any) -> Any:
-    """Accept a path, a URI, or a `Store`."""
+def location(name: str, value: str | os.PathLike[str] | Store) -> Any:
     return value if isinstance(value, (Store, os.PathLike)) else path(name, value, "a path, a URI or a Store")
 
 
-def names(name: str, value: Any) -> list[str]:
+def names(name: str, value: str | Sequence[str]) -> list[str]:
     """Convert to a list of names; a str is a list of one. An empty list, or a name given twice, is an error."""
     listed = [value] if isinstance(value, str) else value
     if not _is_list(listed) or not all(isinstance(each, str) and each for each in listed):
-        raise _wrong(name, "a list of names", value)
+        raise wrong(name, "a list of names", value)
     if not listed:
         raise InvalidSettingsError(f"{name} must name at least one column")
     repeated = sorted({each for each in listed if list(listed).count(each) > 1})
@@ -120,12 +86,11 @@ def names(name: str, value: Any) -> list[str]:
     return list(map(str, listed))
 
 
-def names_or_none(name: str, value: Any) -> list[str]:
-    """Convert as `names`, but accept an empty list."""
+def names_or_none(name: str, value: str | Sequence[str]) -> list[str]:
     return [] if _is_list(value) and len(value) == 0 else names(name, value)
 
 
-def grouped_names(name: str, value: Any) -> list[Any]:
+def grouped_names(name: str, value: str | Sequence[str] | Sequence[Sequence[str]]) -> list[Any]:
     """Convert to a list of names, or a list of lists of names: `["a", "b"]`, `[["a", "b"], ["c"]]`."""
     if _is_list(value) and any(_is_list(each) for each in value):
         if not all(_is_list(each) for each in value):
@@ -133,7 +98,7 @@ def grouped_names(name: str, value: Any) -> list[Any]:
                 f"{name} mixes names and lists of names: {value!r}; give a list for each input, or names alone"
             )
         return [names(f"{name}[{index}]", each) for index, each in enumerate(value)]
-    return names(name, value)
+    return names(name, value)  # type: ignore[arg-type]
 
 
 def shapes(name: str, value: Any) -> list[list[int]]:
@@ -141,7 +106,7 @@ def shapes(name: str, value: Any) -> list[list[int]]:
     if _is_list(value) and len(value) and not any(_is_list(each) for each in value):
         value = [value]
     if not _is_list(value) or not len(value) or not all(_is_list(each) for each in value):
-        raise _wrong(name, "a list of shapes, such as [(28, 28), (5,)]", value)
+        raise wrong(name, "a list of shapes, such as [(28, 28), (5,)]", value)
     return [[whole_number(f"{name}[{i}]", size, at_least=1) for size in shape] for i, shape in enumerate(value)]
 
 
@@ -149,15 +114,15 @@ def dtypes(name: str, value: Any) -> list[str | None]:
     """Convert to numpy's name of a number type per tensor, or None: `["int64", None]`. A single type needs no list."""
     listed = value if _is_list(value) else [value]
     if not len(listed):
-        raise _wrong(name, "a list of types, such as ['int64', 'float32']", value)
+        raise wrong(name, "a list of types, such as ['int64', 'float32']", value)
     made: list[str | None] = []
     for index, each in enumerate(listed):
         try:
             dtype = None if each is None else np.dtype(each)
         except TypeError:
-            raise _wrong(f"{name}[{index}]", "a numpy type, such as 'int64'", each) from None
+            raise wrong(f"{name}[{index}]", "a numpy type, such as 'int64'", each) from None
         if dtype is not None and (dtype.kind not in "biuf" or dtype.itemsize > 8):
-            raise _wrong(f"{name}[{index}]", "a number type of at most 8 bytes, such as 'int64'", each)
+            raise wrong(f"{name}[{index}]", "a number type of at most 8 bytes, such as 'int64'", each)
         made.append(None if dtype is None else dtype.name)
     return made
 
@@ -165,16 +130,15 @@ def dtypes(name: str, value: Any) -> list[str | None]:
 def numbers_list(name: str, value: Any) -> list[float]:
     """Convert to a list of at least one number, none of them negative."""
     if not _is_list(value) or not len(value):
-        raise _wrong(name, "a list of numbers", value)
+        raise wrong(name, "a list of numbers", value)
     return [real(at_least=0)(f"{name}[{i}]", each) for i, each in enumerate(value)]
 
 
 def fraction_or_column(name: str, value: Any) -> float | str:
-    """Convert to a fraction of the rows, or a column's name."""
     if isinstance(value, str) and value:
         return str(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise _wrong(name, "a fraction of the rows, or the name of a boolean column", value)
+        raise wrong(name, "a fraction of the rows, or the name of a boolean column", value)
     if not 0 < float(value) < 1:
         raise InvalidSettingsError(
             f"{name} must be a fraction between 0 and 1 (both excluded), such as 0.1, or the name of a boolean column, "
@@ -183,9 +147,7 @@ def fraction_or_column(name: str, value: Any) -> float | str:
     return float(value)
 
 
-def options(known: Sequence[str]) -> Converter:
-    """Return a converter that accepts a dict whose keys are among `known`."""
-
+def options(known: Sequence[str]) -> Callable[[str, Mapping[str, Any]], dict[str, Any]]:
     def convert(name: str, value: Any) -> dict[str, Any]:
         given: dict[str, Any] = dictionary(name, value)
         for key in given:
@@ -233,8 +195,6 @@ _OTHER_NAMES = {
 """Names of these settings in Horovod, Spark ML, xgboost and torch."""
 
 
-# --- declarations -------------------------------------------------------------------------------
-
 Self = TypeVar("Self", bound="ElasticParams")
 A = TypeVar("A")
 S = TypeVar("S")
@@ -250,65 +210,53 @@ class DeclaredParam(Param[Any]):
         super().__init__(Params._dummy(), "", doc, self._convert)
         self._convert_given = convert
         self.default = default
+        self.accessors: tuple[Any, ...] = ()  # getter and setter
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
+        words, about = name.title().replace("_", ""), f"`{name}`: {self.doc}"
+        docs = {"get": about, "set": f"Set {about}\n\nReturns:\n    The object itself."}
+        for function, (verb, doc) in zip(self.accessors, docs.items(), strict=False):
+            function.__name__ = function.__qualname__ = f"{verb}{words}"
+            function.__doc__ = doc
 
     def _convert(self, value: Any) -> Any:
         return None if value is None and self.default is None else self._convert_given(self.name, value)
 
 
+@overload
+def setting(
+    doc: str, convert: Callable[[str, T], Any]
+) -> tuple[Param[T | None], Callable[[Any], T | None], Callable[[S, T | None], S]]: ...
+
+
+@overload
+def setting(
+    doc: str, convert: Callable[[str, T], Any], default: T
+) -> tuple[Param[T], Callable[[Any], T], Callable[[S, T], S]]: ...
+
+
 def setting(doc: str, convert: Converter, default: Any = None) -> Any:
-    """Declare a Param with a plain default, for readable files. None is converted unless it is the default."""
-    return DeclaredParam(doc, convert, default)
+    """Declare a setting: return its Param and, in the names that pyspark's users expect, its getter and setter.
 
+    The default is plain, for readable files. None is converted unless it is the default. The type of a setting is that
+    of the values which the converter takes.
+    """
+    declared = DeclaredParam(doc, convert, default)
 
-class _Accessor:
-    """A method of a setting, whose name is that of the attribute that it is assigned to."""
+    def get(self: Any) -> Any:
+        return self.getOrDefault(declared.name)
 
-    def __init__(self, declared: Any, function: Callable[..., Any], doc: str) -> None:
-        self._declared, self._function, self._doc = declared, function, doc
+    def set_(self: Any, value: Any) -> Any:
+        self.set(self.getParam(declared.name), value)
+        return self
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        function: Any = self._function
-        function.__name__ = function.__qualname__ = name
-        function.__doc__ = self._doc.format(f"`{self._declared.name}`: {self._declared.doc}")
-
-    def _method(self, instance: Any) -> Any:
-        return self._function if instance is None else MethodType(self._function, instance)
-
-
-class Getter(_Accessor, Generic[T]):
-    """The method `getBatchSize()` of the setting `batch_size`."""
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Callable[[], T]:
-        return self._method(instance)  # type: ignore[no-any-return]
-
-
-class Setter(_Accessor, Generic[T]):
-    """The method `setBatchSize(value)` of the setting `batch_size`; returns the object itself."""
-
-    def __get__(self, instance: S, owner: type | None = None) -> Callable[[T], S]:
-        return self._method(instance)  # type: ignore[no-any-return]
-
-
-def accessors(declared: Param[T]) -> tuple[Getter[T], Setter[T]]:
-    """Return getter and setter of a setting, in the names that pyspark's users expect: `getBatchSize, setBatchSize`."""
-
-    def set_(instance: Any, value: Any) -> Any:
-        instance.set(instance.getParam(declared.name), value)
-        return instance
-
-    getter: Getter[T] = Getter(declared, lambda instance: instance.getOrDefault(declared.name), "{}")
-    return getter, Setter(declared, set_, "Set {}\n\nReturns:\n    The object itself.")
+    declared.accessors = get, set_
+    return declared, get, set_
 
 
 def keyword_only(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Let a method take settings as keywords alone, check their names, and keep the given ones in `_input_kwargs`.
-
-    Like the decorator of pyspark with this name: a signature with all defaults is readable for people and tools, but
-    does not say which settings the caller gave. The names are checked here to suggest the right one.
-    """
+    """Let a method take settings as keywords alone, check their names, and keep the given ones in `_input_kwargs`."""
 
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **settings: Any) -> Any:
@@ -367,14 +315,9 @@ def with_keywords_of(
 
 
 class ElasticParams(Params):
-    """Base of everything that has settings: the constructor takes them as keywords, and each one is a Param.
+    """Base of everything that has settings: the constructor takes them as keywords, and each one is a Param."""
 
-    Raises:
-        InvalidSettingsError: A name does not exist, or a value is impossible.
-    """
-
-    _input_kwargs: dict[str, Any]
-    """The settings of the last call of a `keyword_only` method, as in pyspark."""
+    _input_kwargs: dict[str, Any]  # the settings of the last call of a `keyword_only` method, as in pyspark
 
     @keyword_only
     def __init__(self, /, **settings: Any) -> None:
@@ -416,11 +359,9 @@ class ElasticParams(Params):
         return that
 
     def _given(self, name: str) -> Any:
-        """Return the value of a setting, or its default."""
         return self.getOrDefault(name)
 
     def _is_given(self, name: str) -> bool:
-        """Return whether a setting is set to a value other than None."""
         return bool(self.isSet(name)) and self._given(name) is not None
 
     def _check_together(self) -> None:

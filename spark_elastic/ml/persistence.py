@@ -21,8 +21,8 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
@@ -58,39 +58,35 @@ class Codec(Protocol):
         """Return a pickle, which needs trust."""
 
 
+class SavedParts(NamedTuple):
+    """What a stage saves in addition to its settings."""
+
+    facts: Mapping[str, Any] = {}  # plain values for JSON
+    files: Mapping[str, bytes] = {}
+    objects: Mapping[str, Any] = {}  # values that need the framework's loader or a pickle
+    running: Sequence[str] = ()  # names of what in `files` runs code when it is loaded
+
+
 class Savable(MLWritable, MLReadable[Any]):
     """Mixin of Params that are saved in this way."""
 
-    _saved_together: tuple[str, ...] = ()
-    """Settings that share objects and are saved in one file: an optimizer and the model whose parameters it has."""
+    _saved_together: tuple[str, ...] = ()  # these share objects and are saved in one file
 
     @classmethod
     def _codec(cls) -> Codec:
         raise NotImplementedError
 
-    def _facts(self) -> dict[str, Any]:
-        """Return facts to save in addition to settings, as plain values for JSON."""
-        return {}
-
-    def _files(self) -> dict[str, bytes]:
-        """Return files to save in addition to settings."""
-        return {}
-
-    def _objects(self) -> dict[str, Any]:
-        """Return objects to save in addition to settings, which need the framework's loader or a pickle."""
-        return {}
-
-    def _running(self) -> list[str]:
-        """Return the names of files in `_files` that run code when they are loaded."""
-        return []
+    def _parts(self) -> SavedParts:
+        """Return what to save in addition to settings."""
+        return SavedParts()
 
     @classmethod
     def _present(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of `_objects` that this process has already, so that their files are not read."""
+        """Return those of the saved objects that this process has already, so that their files are not read."""
         return {}
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
-        """Take what `_facts`, `_files` and `_objects` returned. Called by the loader once the settings are set."""
+        """Take what `_parts` returned. Called by the loader once the settings are set."""
 
     def write(self) -> ElasticWriter:
         return ElasticWriter(self)
@@ -111,7 +107,7 @@ class Savable(MLWritable, MLReadable[Any]):
         Raises:
             CheckpointError: There is no object of this class, it is damaged, or it needs trust.
         """
-        return cls.read().trusted(trusted).load(path)
+        return ElasticReader(cls, trusted).load(path)
 
 
 class ElasticWriter(MLWriter):
@@ -131,19 +127,19 @@ class ElasticWriter(MLWriter):
         if target.exists():
             raise CheckpointError(f"{path} exists; save to another path, or use .write().overwrite().save(path)")
         plain, objects, left_out = plain_and_objects(self.instance)
-        beside = self.instance._objects()
-        objects.update(beside)
+        parts = self.instance._parts()
+        objects.update(parts.objects)
         stored, files = _encode(objects, self.instance._saved_together, self.instance._codec())
-        warn_of_trust(self.instance, stored, path)
-        files.update(self.instance._files())
+        warn_of_trust(self.instance, stored, parts.running, path)
+        files.update(parts.files)
         target.write(_DATA, files)
         about = {
             "format": FORMAT,
             "stored": stored,
-            "objects": sorted(beside),
+            "objects": sorted(parts.objects),
             "files": sorted(files),
             "checksums": {name: zlib.crc32(content) for name, content in files.items()},
-            "facts": self.instance._facts(),
+            "facts": parts.facts,
             "left_out": left_out,
         }
         # Last: without metadata the rest is not taken for a saved stage.
@@ -155,18 +151,14 @@ class _Saved:
 
     def __init__(self, metadata: Mapping[str, Any], about: Mapping[str, Any]) -> None:
         self.uid: str = typed(metadata, "uid", str)
-        self.settings: Mapping[str, Any] = typed(metadata, "paramMap", dict)
-        """The settings that JSON can hold."""
-        self.stored: Mapping[str, str] = typed(about, "stored", dict)
-        """"safe:file" or "pickled:file" for each other setting and object."""
+        self.settings: Mapping[str, Any] = typed(metadata, "paramMap", dict)  # the settings that JSON can hold
+        self.stored: Mapping[str, str] = typed(about, "stored", dict)  # "safe:file" or "pickled:file"
         if not all(isinstance(where, str) for where in self.stored.values()):
             raise ValueError(f"stored is {self.stored!r:.80}, not the files of settings")
-        self.objects = names_in(about, "objects")
-        """Those of `stored` that are no settings."""
+        self.objects = names_in(about, "objects")  # those of `stored` that are no settings
         self.files = names_in(about, "files")
         self.facts: Mapping[str, Any] = typed(about, "facts", dict)
-        self.left_out = names_in({"left_out": [], **about}, "left_out")
-        """The settings, or parts of them, that hold credentials and were not saved."""
+        self.left_out = names_in({"left_out": [], **about}, "left_out")  # settings with credentials
         checksums = typed({"checksums": {}, **about}, "checksums", dict)  # none in files of 0.2.0
         self.checksums = {name: whole_number(crc, name) for name, crc in checksums.items()}
 
@@ -174,21 +166,10 @@ class _Saved:
 class ElasticReader(MLReader[T], Generic[T]):
     """Reads a stage; Spark ML's `read().load(path)`."""
 
-    def __init__(self, cls: type[T]) -> None:
+    def __init__(self, cls: type[T], trusted: bool = False, **instead: Any) -> None:
         super().__init__()
-        self._cls = cls
-        self._trusted = False
-        self._instead: dict[str, Any] = {}
-
-    def instead(self, **objects: Any) -> ElasticReader[T]:
-        """Use these objects in place of the saved ones, whose files are then not read."""
-        self._instead = objects
-        return self
-
-    def trusted(self, trusted: bool = True) -> ElasticReader[T]:
-        """Allow the files to run code."""
-        self._trusted = trusted
-        return self
+        self._cls, self._trusted = cls, trusted
+        self._instead = instead  # objects to use in place of the saved ones, whose files are then not read
 
     def load(self, path: str) -> T:
         source = saved_folder(self.sparkSession, path)
@@ -214,7 +195,8 @@ class ElasticReader(MLReader[T], Generic[T]):
                 )
         trusted = self._trusted or is_trusted() or granted(path, source.qualified)
         codec = self._cls._codec()
-        instead = {**self._cls._present(saved.facts), **self._instead}
+        with _damage_named(path):
+            instead = {**self._cls._present(saved.facts), **self._instead}
         stored = {name: where for name, where in saved.stored.items() if name not in instead}
         with trusted_files(trusted):
             values = {**_decode(stored, files, codec, trusted, path), **instead}
@@ -281,10 +263,10 @@ def _survives_json(value: Any) -> bool:
         return False
 
 
-def warn_of_trust(instance: Any, stored: Mapping[str, str], path: str) -> None:
+def warn_of_trust(instance: Any, stored: Mapping[str, str], running: Sequence[str], path: str) -> None:
     """Warn at once that loading will need trust; otherwise another person finds out later."""
     pickled = sorted(name for name, where in stored.items() if not where.startswith("safe:"))
-    if running := [*pickled, *instance._running()]:
+    if needing := [*pickled, *running]:
         log.warning(
             "loading %s from %s will need trust, because of %s: code of your own, which only a pickle can hold. Load "
             "it with load(path, trusted=True); CrossValidatorModel.load, PipelineModel.load and the like within `with "
@@ -292,7 +274,7 @@ def warn_of_trust(instance: Any, stored: Mapping[str, str], path: str) -> None:
             "optimizers need no trust",
             type(instance).__name__,
             path,
-            ", ".join(running),
+            ", ".join(needing),
             TRUST_VARIABLE,
         )
 

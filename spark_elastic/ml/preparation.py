@@ -5,26 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from spark_elastic.data.columns import INTEGERS, REALS, TEXTS, TIMES, element_type, find_column
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.manifest import TensorField
+from spark_elastic.data.reader import Batch
 from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.ml.training.spec import Training
 
-if TYPE_CHECKING:
-    from spark_elastic.data.dataset import Dataset
-    from spark_elastic.data.manifest import TensorField
-    from spark_elastic.data.reader import Batch
-    from spark_elastic.ml.training.spec import Training
-
-INPUT, LABEL, WEIGHT = "features_", "label_", "sample_weight"
-"""Names of tensors: INPUT and LABEL are followed by a number."""
+INPUT, LABEL, WEIGHT = "features_", "label_", "sample_weight"  # names of tensors, the first two before a number
 _OPAQUE = TEXTS | {"binary"}
 FLOAT, INTEGER = "<f4", "<i8"
-
-
-# --- tensors of a DataFrame, decided from its schema alone, before any job runs -------------------
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,6 @@ def model_inputs(dataset: Dataset, shapes: Sequence[Sequence[int] | None] | None
 
 
 def flat_names(names: Sequence[Any]) -> list[str]:
-    """Return the column names in a list of names or of lists of names."""
     return [each for name in names for each in (name if isinstance(name, list) else [name])]
 
 
@@ -179,14 +172,10 @@ def _type_name(schema: Any, name: str) -> str:
     return str(schema[name].dataType.simpleString())
 
 
-# --- arrays of a batch, before a framework makes tensors of them ----------------------------------
-
-
 class Columns:
     """Converts a batch to the columns to train on: gives them the shapes that were set, then `transformation_fn`.
 
-    Args:
-        needs_labels: Require that `transformation_fn` returns the labels and weights of the dataset.
+    With `needs_labels`, that function must return the labels and weights of the dataset.
     """
 
     def __init__(self, training: Training, needs_labels: bool = True) -> None:
@@ -236,7 +225,6 @@ def reshaped(value: Any, shape: Sequence[int] | None, rows: int) -> Any:
 
 
 def ragged_column_error(name: str, value: Any) -> DataError:
-    """Return the error for a column of which no tensor can be made."""
     return DataError(
         f"{name} holds {type(value).__name__} values of variable length, which no model can take; make arrays of them "
         "in transformation_fn"

@@ -15,12 +15,7 @@ log = logging.getLogger("spark_elastic.ml")
 
 
 class WorkerResults:
-    """The results of a training in all workers, None for a worker without one.
-
-    Attributes:
-        stopped: Why the training ended before the last epoch; "" if it did not.
-        unsaved: Files by name that came with the results, because they could not be written to the run folder.
-    """
+    """The results of a training in all workers, None for a worker without one; see `TrainingResult`."""
 
     def __init__(self, store: Store, results: Sequence[TrainingResult | None]) -> None:
         present = [result for result in results if result is not None]
@@ -28,17 +23,12 @@ class WorkerResults:
         self._results = results
         self._diverged = present[0].diverged
         self.history = present[0].history
-        # The rank that requested a stop knows why, and the others only that there was one.
+        # the rank that requested a stop knows why, and the others only that there was one
         self.stopped = min((result.stopped for result in present), key=STOPPED_ELSEWHERE.__eq__)
         self.unsaved: Mapping[str, bytes] = next((result.unsaved for result in present if result.unsaved), {})
 
     def check(self, has_checkpoints: bool) -> None:
-        """Raise unless there is a trained model, and its file is this driver's.
-
-        Raises:
-            LossNotFiniteError: The training diverged.
-            RunTakenError: Another driver has taken over the run, and what its folder holds may be that driver's.
-        """
+        """Raise `LossNotFiniteError` if the training diverged, `RunTakenError` if another driver has taken the run."""
         if (diverged := self._diverged) is not None:
             causes = [result is not None and result.caused_divergence for result in self._results]
             raise LossNotFiniteError(

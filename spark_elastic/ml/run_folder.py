@@ -8,72 +8,24 @@ import hashlib
 import json
 import logging
 import re
-import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spark_elastic.data.catalog import ORPHAN_AGE_S, is_leased, leased
+from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, StoreError
 from spark_elastic.redaction import redacted
 from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
 from spark_elastic.runs.lease import OWNERS, RunLease, opened_run
 
-if TYPE_CHECKING:
-    from spark_elastic.data.dataset import Dataset
-    from spark_elastic.ml.training.spec import CheckpointPlan, Training
-
 log = logging.getLogger("spark_elastic.ml")
 
 _IDENTITY_FILE = "run.json"
 _RUN_FILES = re.compile(r"(run\.json|history\.json|model\.\w+|checkpoints/.*|leases/.*|.*\.partial)$")
 _TRANSIENT_NAME = re.compile(r"[0-9a-f]{32}$")
-
-
-# --- room -------------------------------------------------------------------------------------
-
-
-def check_room(run: Store, model_nbytes: int, training: Training) -> None:
-    """Raise `StoreError` if a local store has no room for the model and the checkpoints, each as large as the model.
-
-    Checkpoints hold the optimizer's values too, so this is the least that will be written. Present checkpoints of this
-    run count as room, because they will be replaced.
-    """
-    if not run.is_local:
-        return
-    count = 0 if training.checkpoints is None else checkpoints_at_once(training.checkpoints, training.epochs)
-    needed = model_nbytes * (1 + count)
-    present = sum(entry.nbytes for entry in run.list(CHECKPOINTS, recursive=True))
-    folder = run.local_path()
-    disk = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists()))
-    if disk.total and disk.free + present < needed:
-        kept = f" and {count} checkpoints of at least as much, the one being written included" if count else ""
-        raise StoreError(
-            f"{run.url} has {_in_words(disk.free)} free, and the training will write at least {_in_words(needed)} "
-            f"there: the model of {_in_words(model_nbytes)}{kept}. Make room, "
-            + ("lower keep_checkpoints, or give another checkpoint_dir" if count else "or give another store"),
-            url=run.url,
-        )
-
-
-def checkpoints_at_once(plan: CheckpointPlan, epochs: int) -> int:
-    """Return the largest number of checkpoints in the folder at the same time."""
-    count = plan.keep + 1 + (plan.best_of is not None)
-    if plan.every_seconds is None:
-        count = min(count, 0 if plan.every_epochs is None else -(-epochs // plan.every_epochs))
-    return count
-
-
-def _in_words(nbytes: int) -> str:
-    for limit, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= limit:
-            return f"{nbytes / limit:.1f} {unit}"
-    return f"{nbytes} bytes"
-
-
-# --- transient run folders --------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -128,13 +80,9 @@ def durable_run(
 ) -> Iterator[str | None]:
     """Acquire the folder `name` below `runs`; yields the name of the checkpoint in it to resume from, if there is one.
 
-    `identity` are the facts that must be equal to resume; without `resume` earlier checkpoints are deleted. `run_id` is
-    the setting, for errors.
-
-    Raises:
-        RunTakenError: Another driver has the run.
-        CheckpointError: The checkpoints are damaged, or of another training.
-        StoreError: The folder cannot be used.
+    `identity` are the facts that must be equal to resume; without `resume` earlier checkpoints are deleted. Raises
+    `RunTakenError` if another driver has the run, `CheckpointError` for checkpoints that are damaged or of another
+    training, and `StoreError` if the folder cannot be used.
     """
     run = runs.sub(name)
     with contextlib.ExitStack() as lease:
@@ -201,21 +149,14 @@ def clear(run: Store, lease: RunLease) -> None:
             run.delete(entry.path)
 
 
-# --- descriptions of settings that are equal in every process -------------------------------------
-
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _PLAIN = (bool, int, float, str, type(None))
 _DESCRIBED = (*_PLAIN, list, tuple, dict, set, frozenset, type, FunctionType, functools.partial)
-_MAX_DEPTH = 6
-"""Deeper than settings are nested; functions that refer to themselves would never end."""
+_MAX_DEPTH = 6  # deeper than settings are nested; functions that refer to themselves would never end
 
 
 def described(value: Any, *, buffers: bool = True, depth: int = 0) -> str:
-    """Describe a setting: classes by name, functions by name and code, anything else by its repr and attributes.
-
-    `buffers` says whether to include the buffers of modules, such as the class weights of a loss; `depth` is the depth
-    of this value in the setting.
-    """
+    """Describe a setting: classes by name, functions by name and code, anything else by its repr and attributes."""
     if depth > _MAX_DEPTH:
         return type(value).__qualname__
     inner = functools.partial(described, buffers=buffers, depth=depth + 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,7 @@ from spark_elastic.errors import CheckpointError
 from spark_elastic.spark.connect_session import is_connect
 
 _METADATA = "metadata"
-_FILE = re.compile(r"[A-Za-z0-9_.-]{1,200}")
-"""Names of files that a stage has: settings, joined with "-", and a suffix."""
+_FILE = re.compile(r"[A-Za-z0-9_.-]{1,200}")  # names of files that a stage has: settings, joined with "-", and a suffix
 
 
 def saved_folder(spark: Any, path: str) -> StoreFolder | SparkFolder:
@@ -29,12 +29,35 @@ def saved_folder(spark: Any, path: str) -> StoreFolder | SparkFolder:
     return StoreFolder(spark, path) if is_connect(spark) else SparkFolder(spark, path)
 
 
-class StoreFolder:
-    """A folder that this process opens itself, without Spark."""
-
+class _Folder(ABC):
     def __init__(self, spark: Any, path: str) -> None:
         self._spark = spark
         self._path = path
+
+    def read(self, folder: str, names: list[str]) -> dict[str, bytes]:
+        """Return the files by name. Raises `CheckpointError` if one is missing, or cannot be read."""
+        contents: dict[str, bytes] = {}
+        for name in names:
+            if not _FILE.fullmatch(name) or name in (".", ".."):
+                raise CheckpointError(f"{self._path} names a file {name!r:.80}, which is not in its folder")
+            try:
+                contents[name] = self._content(posixpath.join(folder, name))
+            except FileNotFoundError:
+                raise CheckpointError(f"{self._path} is incomplete: {folder}/{name} is missing") from None
+            except OSError as error:
+                raise CheckpointError(f"{self._path}: {folder}/{name} cannot be read: {error}") from error
+        return contents
+
+    @abstractmethod
+    def _content(self, inside: str) -> bytes:
+        """Return the content of a file in the folder. Raises OSError."""
+
+
+class StoreFolder(_Folder):
+    """A folder that this process opens itself, without Spark."""
+
+    def __init__(self, spark: Any, path: str) -> None:
+        super().__init__(spark, path)
         self._store = Store.create(path)
 
     def qualified(self, path: str) -> str:
@@ -48,7 +71,6 @@ class StoreFolder:
         self._store.delete()
 
     def write_metadata(self, instance: Any, extra: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        """Write the metadata of a stage, as Spark ML does."""
         text = DefaultParamsWriter._get_metadata_to_save(instance, self._spark, dict(extra), dict(settings))
         self._store.write_bytes(f"{_METADATA}/part-00000", text.encode() + b"\n")
         self._store.write_bytes(f"{_METADATA}/_SUCCESS", b"")
@@ -65,18 +87,8 @@ class StoreFolder:
         for name, content in files.items():
             self._store.write_bytes(posixpath.join(folder, name), content)
 
-    def read(self, folder: str, names: list[str]) -> dict[str, bytes]:
-        """Return the files by name. Raises `CheckpointError` if one is missing, or cannot be read."""
-        contents: dict[str, bytes] = {}
-        for name in names:
-            check_name(self._path, name)
-            try:
-                contents[name] = self._store.read_bytes(posixpath.join(folder, name))
-            except FileNotFoundError:
-                raise CheckpointError(f"{self._path} is incomplete: {folder}/{name} is missing") from None
-            except OSError as error:
-                raise CheckpointError(f"{self._path}: {folder}/{name} cannot be read: {error}") from error
-        return contents
+    def _content(self, inside: str) -> bytes:
+        return self._store.read_bytes(inside)
 
 
 def _decoded(decode: Callable[[], Any], path: str) -> dict[str, Any]:
@@ -92,18 +104,11 @@ def _decoded(decode: Callable[[], Any], path: str) -> dict[str, Any]:
     return found
 
 
-def check_name(path: str, name: str) -> None:
-    """Raise `CheckpointError` if the metadata at `path` names a file outside of its folder."""
-    if not _FILE.fullmatch(name) or name in (".", ".."):
-        raise CheckpointError(f"{path} names a file {name!r:.80}, which is not in its folder")
-
-
-class SparkFolder:
+class SparkFolder(_Folder):
     """The same in the filesystem that Spark uses for the path, by copies on this machine's disk."""
 
     def __init__(self, spark: Any, path: str) -> None:
-        self._spark = spark
-        self._path = path
+        super().__init__(spark, path)
         self._jvm = spark._jvm
         self._hadoop = self._jvm.org.apache.hadoop.fs
         self._root = self._hadoop.Path(path)
@@ -143,24 +148,18 @@ class SparkFolder:
                     self._hadoop.Path(f"file:{here}/{name}"), self._at(posixpath.join(folder, name))
                 )
 
-    def read(self, folder: str, names: list[str]) -> dict[str, bytes]:
+    def _content(self, inside: str) -> bytes:
         from py4j.protocol import Py4JJavaError
 
-        contents: dict[str, bytes] = {}
+        if not self._filesystem.exists(self._at(inside)):
+            raise FileNotFoundError(inside)
         with tempfile.TemporaryDirectory(prefix="spark_elastic-load-") as here:
-            for name in names:
-                check_name(self._path, name)
-                at = self._at(posixpath.join(folder, name))
-                if not self._filesystem.exists(at):
-                    raise CheckpointError(f"{self._path} is incomplete: {folder}/{name} is missing")
-                target = Path(here) / name
-                try:
-                    self._filesystem.copyToLocalFile(at, self._hadoop.Path(f"file:{target}"))
-                except Py4JJavaError as error:  # a wrong checksum, for example
-                    reason = error.java_exception.toString()
-                    raise CheckpointError(f"{self._path}: {folder}/{name} cannot be read: {reason}") from error
-                contents[name] = target.read_bytes()
-        return contents
+            target = Path(here) / posixpath.basename(inside)
+            try:
+                self._filesystem.copyToLocalFile(self._at(inside), self._hadoop.Path(f"file:{target}"))
+            except Py4JJavaError as error:  # a wrong checksum, for example
+                raise OSError(error.java_exception.toString()) from error
+            return target.read_bytes()
 
     def _at(self, inside: str) -> Any:
         return self._hadoop.Path(posixpath.join(self._path, inside))

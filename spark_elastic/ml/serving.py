@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 HANDLE_INVALID = "handle_invalid='skip' leaves such rows out of the result, 'keep' gives them null predictions"
 _VARIABLE = (Kind.BYTES, Kind.ARRAY, Kind.STRING)
-MAX_LOADED_MODELS = 2
-"""Models that a Python worker keeps loaded: the present one, and the one before it."""
-
-
-# --- columns to model inputs ----------------------------------------------------------------------
+MAX_LOADED_MODELS = 2  # models that a Python worker keeps loaded: the present one, and the one before it
 
 
 def tensors_for(
@@ -39,10 +35,9 @@ def tensors_for(
     allow_nan: bool | Sequence[str] = False,
     case_sensitive: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return how columns of a DataFrame with this schema become the inputs that the model was trained on.
+    """Return how columns of a DataFrame become the model's inputs; raise `DataError` if the type of one cannot.
 
-    `pad_to` and `allow_nan` are those of the training rows, by input; `case_sensitive` is as of `find_column`. Raises
-    `DataError` if the type of a column cannot become the input.
+    `pad_to` and `allow_nan` are those of the training rows, by input; `case_sensitive` is as of `find_column`.
     """
     types = {field.name: field.dataType.typeName() for field in schema.fields}
     for field in inputs:
@@ -142,9 +137,6 @@ def _values(blob: Blob, field: TensorField) -> list[Any]:
     return [bytes(value).decode() if field.kind is Kind.STRING else bytes(value) for value in values]
 
 
-# --- the functions that Spark runs ------------------------------------------------------------------
-
-
 Predictor: TypeAlias = Callable[[Mapping[str, Any]], list[Any]]
 """A loaded model: a function of inputs by name, [rows, ...], that returns all outputs, tensors as arrays."""
 
@@ -155,30 +147,20 @@ class Serving:
 
     `as_lists` is an Arrow UDF: only the features go to Python, and only what is added comes back. Calling the object
     is the function of `mapInArrow`, for versions of Spark without such UDFs: all columns go both ways.
-
-    Attributes:
-        key: Key of the model in the cache of a Python worker.
-        model: Spark broadcast, or its equal on Spark Connect, of a pickled object whose `load()` returns a `Predictor`.
-        names: Real names of the columns in their order, if the batches of `mapInArrow` have others.
-        groups: The features in the order in which the UDF receives them; several may travel as one column.
-        handle_invalid: "error", "skip" or "keep" for rows with missing features, or without a prediction because the
-            model's output is NaN.
-        taken: Positions of the outputs that have a value for each row; empty if all have.
     """
 
-    key: str
-    model: Any
+    key: str  # key of the model in the cache of a Python worker
+    model: Any  # Spark broadcast, or its equal on Spark Connect, of a pickled function that returns a `Predictor`
     inputs: tuple[Tensor, ...]
     added: tuple[AddedColumn, ...]
     batch_size: int
     inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
-    names: tuple[str, ...] = ()
-    groups: travel.Groups = ()
+    names: tuple[str, ...] = ()  # real names of the columns in their order, if the batches of `mapInArrow` have others
+    groups: travel.Groups = ()  # the features as the UDF receives them; several may travel as one column
     handle_invalid: str = "error"
-    taken: tuple[int, ...] = ()
+    taken: tuple[int, ...] = ()  # positions of the outputs that have a value for each row; empty if all have
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Transform the batches of one partition."""
         import pyarrow as pa
 
         read = FeatureReader(self.inputs)
@@ -227,7 +209,13 @@ class Serving:
             parts, undecided = self._values(_loaded(self.key, self.model), read(given), len(valid))
             if undecided.any():
                 if self.handle_invalid == "error":
-                    raise _no_prediction(int(undecided.sum()), len(undecided))
+                    wrong = int(undecided.sum())
+                    raise DataError(
+                        f"the model's first output is NaN for {wrong} of {len(undecided)} rows whose features are "
+                        "numbers, so they have no prediction. Look at the model's weights and at rows of unusual size. "
+                        f"{HANDLE_INVALID}",
+                        rows=wrong,
+                    )
                 valid = valid[~undecided]
         else:
             parts = [[np.empty((0, *column.shape.shape), column.shape.dtype)] for column in self.added]
@@ -249,36 +237,24 @@ class Serving:
         """Return the values of each column and part of a batch, and which rows are left out: without a prediction."""
         parts, undecided = [], []
         for start in range(0, rows, self.batch_size):
-            part = {name: value[start : start + self.batch_size] for name, value in features.items()}
-            values, wrong = self._part(predict, part, min(self.batch_size, rows - start))
+            inputs = {name: value[start : start + self.batch_size] for name, value in features.items()}
+            if self.inference_fn is not None:
+                inputs = dict(self.inference_fn(inputs))
+            returned, count = predict(inputs), min(self.batch_size, rows - start)
+            outputs = [returned[at] for at in self.taken] if self.taken else returned
+            for index, output in enumerate(outputs):
+                if not has_rows(output, count):
+                    raise DataError(
+                        f"output {index} of the model has shape {list(np.shape(output))} for {count} rows; the first "
+                        "axis of each output must be the rows"
+                    )
+            wrong: npt.NDArray[np.bool_] = np.zeros(count, bool)
+            if outputs[0].dtype.kind == "f" and any(c.made != "raw" and c.rule != "value" for c in self.added):
+                wrong |= np.isnan(outputs[0]).reshape(count, -1).any(axis=1)  # no prediction, not a class
+            values = [column.values(outputs) for column in self.added]
             parts.append([each[~wrong] for each in values] if wrong.any() else values)
             undecided.append(wrong)
         return [list(each) for each in zip(*parts, strict=True)], np.concatenate(undecided)
-
-    def _part(self, predict: Predictor, inputs: dict[str, Any], rows: int) -> tuple[list[Array], npt.NDArray[np.bool_]]:
-        """Return the same as `_values` for one batch of the model. Rows with NaN have no prediction, not a class."""
-        if self.inference_fn is not None:
-            inputs = dict(self.inference_fn(inputs))
-        returned = predict(inputs)
-        outputs = [returned[at] for at in self.taken] if self.taken else returned
-        for index, output in enumerate(outputs):
-            if not has_rows(output, rows):
-                raise DataError(
-                    f"output {index} of the model has shape {list(np.shape(output))} for {rows} rows; the first axis "
-                    "of each output must be the rows"
-                )
-        undecided: npt.NDArray[np.bool_] = np.zeros(rows, bool)
-        if outputs[0].dtype.kind == "f" and any(c.made != "raw" and c.rule != "value" for c in self.added):
-            undecided |= np.isnan(outputs[0]).reshape(rows, -1).any(axis=1)
-        return [column.values(outputs) for column in self.added], undecided
-
-
-def _no_prediction(count: int, rows: int) -> DataError:
-    return DataError(
-        f"the model's first output is NaN for {count} of {rows} rows whose features are numbers, so they have no "
-        f"prediction. Look at the model's weights and at rows of unusual size. {HANDLE_INVALID}",
-        rows=count,
-    )
 
 
 def has_rows(output: Any, rows: int) -> bool:
@@ -304,7 +280,7 @@ def _loaded(key: str, broadcast: Any) -> Predictor:
         if key not in _models:
             import cloudpickle
 
-            _models[key] = cloudpickle.loads(broadcast.value).load()
+            _models[key] = cloudpickle.loads(broadcast.value)()
             while len(_models) > MAX_LOADED_MODELS:
                 _models.popitem(last=False)
         _models.move_to_end(key)

@@ -6,18 +6,15 @@ To add a setting of all estimators: declare it here, and repeat name, type and d
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
-from pyspark.ml.param import Param
 
-from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.settings import RunSettings, checked_status_port
 from spark_elastic.ml import params as to
-from spark_elastic.ml.params import ElasticParams, accessors, setting
+from spark_elastic.ml.params import ElasticParams, setting
 from spark_elastic.settings import ScalingSettings, declarations
 
 Shapes: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
@@ -47,79 +44,67 @@ READ_OPTIONS = ("order", "prefetch", "cache_dir", "cache_bytes")
 class FeatureColumns(ElasticParams):
     """The inputs of the model."""
 
-    feature_cols: Param[str | Sequence[str] | Sequence[Sequence[str]] | None] = setting(
+    feature_cols, getFeatureCols, setFeatureCols = setting(
         "columns that are the model's input. Scalar columns are stacked into one input [rows, columns]; with arrays "
         "or vectors among them, each column is an input. A list of lists: an input for each inner list.",
         to.grouped_names,
     )
-    getFeatureCols, setFeatureCols = accessors(feature_cols)
 
 
 class FeatureParams(FeatureColumns):
     """The inputs of the model."""
 
-    input_shapes: Param[Shapes | None] = setting(
+    input_shapes, getInputShapes, setInputShapes = setting(
         "shape of one row of each input, such as [(1, 28, 28)]. Default: as in its column; [] for a single column of "
         "integers.",
         to.shapes,
     )
-    getInputShapes, setInputShapes = accessors(input_shapes)
-    input_dtypes: Param[DType | Sequence[DType | None] | None] = setting(
+    input_dtypes, getInputDtypes, setInputDtypes = setting(
         "numpy type of each input, such as ['int64', None]. Default, and None: int64 for a single integer column and "
         "for an inner list of such columns, else float32. Integers that a type would round are refused.",
         to.dtypes,
     )
-    getInputDtypes, setInputDtypes = accessors(input_dtypes)
 
 
 class LabelParams(ElasticParams):
     """Labels, weights and validation."""
 
-    label_cols: Param[str | Sequence[str] | None] = setting(
+    label_cols, getLabelCols, setLabelCols = setting(
         "columns that are compared with the model's outputs; [] if train_fn needs none.", to.names_or_none
     )
-    getLabelCols, setLabelCols = accessors(label_cols)
-    label_shapes: Param[Shapes | None] = setting(
+    label_shapes, getLabelShapes, setLabelShapes = setting(
         "shape of one row of each label. Default: as in its column.", to.shapes
     )
-    getLabelShapes, setLabelShapes = accessors(label_shapes)
-    sample_weight_col: Param[str | None] = setting("column with the weight of each row in the loss.", to.text)
-    getSampleWeightCol, setSampleWeightCol = accessors(sample_weight_col)
-    validation: Param[float | str | None] = setting(
+    sample_weight_col, getSampleWeightCol, setSampleWeightCol = setting(
+        "column with the weight of each row in the loss.", to.text
+    )
+    validation, getValidation, setValidation = setting(
         "rows for validation: a fraction, drawn with the seed, or the name of a boolean column. Default: none.",
         to.fraction_or_column,
     )
-    getValidation, setValidation = accessors(validation)
 
 
 class ModelParams(ElasticParams):
     """The model, its loss and metrics."""
 
-    model: Param[Any] = setting("the model; fit trains a copy of it.", to.anything)
-    getModel, setModel = accessors(model)
-    optimizer: Param[Any] = setting("the optimizer.", to.anything)
-    getOptimizer, setOptimizer = accessors(optimizer)
-    loss: Param[Any] = setting("the loss, or a list with one for each label.", to.anything)
-    getLoss, setLoss = accessors(loss)
-    loss_weights: Param[Any] = setting(
+    model, getModel, setModel = setting("the model; fit trains a copy of it.", to.anything)
+    optimizer, getOptimizer, setOptimizer = setting("the optimizer.", to.anything)
+    loss, getLoss, setLoss = setting("the loss, or a list with one for each label.", to.anything)
+    loss_weights, getLossWeights, setLossWeights = setting(
         "factor of each of several losses in their sum. Default: 1 each.", to.numbers_list
     )
-    getLossWeights, setLossWeights = accessors(loss_weights)
-    loss_is_per_worker: Param[bool] = setting(
+    loss_is_per_worker, getLossIsPerWorker, setLossIsPerWorker = setting(
         "take a loss that is no mean over rows, averaged over the workers' shares of a batch; the result then depends "
         "on their number. False: such a loss is refused before workers start.",
         to.boolean,
         default=False,
     )
-    getLossIsPerWorker, setLossIsPerWorker = accessors(loss_is_per_worker)
-    metrics: Param[Any] = setting("a dict of name and metric, reported for each epoch.", to.dictionary)
-    getMetrics, setMetrics = accessors(metrics)
-    callbacks: Param[Any] = setting(
+    metrics, getMetrics, setMetrics = setting("a dict of name and metric, reported for each epoch.", to.dictionary)
+    callbacks, getCallbacks, setCallbacks = setting(
         "list of spark_elastic.ml.callbacks.Callback (in the workers) and spark_elastic.DriverCallback (on the "
         "driver).",
         to.anything,
     )
-    getCallbacks, setCallbacks = accessors(callbacks)
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -132,61 +117,46 @@ class ModelParams(ElasticParams):
             raise InvalidSettingsError(f"{len(weights)} loss_weights for {count} losses; give one for each")
 
 
-def _consistency(name: str, value: Any) -> str:
-    if value == "off":
-        raise InvalidSettingsError(
-            "consistency='off' does not exist: the batches of 'trajectory' are the same for any number of workers at "
-            "no extra cost. For batches that grow with the workers, set per_worker_batch_size"
-        )
-    return str(to.one_of(*get_args(Consistency))(name, value))
-
-
 class BatchParams(ElasticParams):
     """Batches, epochs and the order of the rows."""
 
-    batch_size: Param[int | None] = setting(
+    batch_size, getBatchSize, setBatchSize = setting(
         "rows of a global batch, which all workers together take in a step. Default: 32, unless per_worker_batch_size "
         "is set.",
         to.whole(at_least=1),
     )
-    getBatchSize, setBatchSize = accessors(batch_size)
-    per_worker_batch_size: Param[int | None] = setting(
+    per_worker_batch_size, getPerWorkerBatchSize, setPerWorkerBatchSize = setting(
         "rows that each worker takes in a step, instead of batch_size: the global batch, and the result, change with "
         "the world.",
         to.whole(at_least=1),
     )
-    getPerWorkerBatchSize, setPerWorkerBatchSize = accessors(per_worker_batch_size)
-    epochs: Param[int] = setting("passes over the training rows.", to.whole(at_least=1), default=1)
-    getEpochs, setEpochs = accessors(epochs)
-    shuffle: Param[bool] = setting("read the rows of each epoch in another random order.", to.boolean, default=True)
-    getShuffle, setShuffle = accessors(shuffle)
-    seed: Param[int] = setting(
+    epochs, getEpochs, setEpochs = setting("passes over the training rows.", to.whole(at_least=1), default=1)
+    shuffle, getShuffle, setShuffle = setting(
+        "read the rows of each epoch in another random order.", to.boolean, default=True
+    )
+    seed, getSeed, setSeed = setting(
         "seed of the row order, of the validation split, and, with epoch, batch and rank, of random numbers such as "
         "dropout's.",
         to.whole(at_least=0),
         default=0,
     )
-    getSeed, setSeed = accessors(seed)
-    consistency: Param[Consistency] = setting(
+    consistency, getConsistency, setConsistency = setting(
         "'trajectory': the same batches for any number of workers, and results that are equal up to rounding and "
         "random numbers. 'exact' (PyTorch): the same bits, in slower steps; see virtual_workers.",
-        _consistency,
+        to.one_of(*get_args(Consistency)),
         default="trajectory",
     )
-    getConsistency, setConsistency = accessors(consistency)
-    transformation_fn: Param[ColumnsFunction | None] = setting(
+    transformation_fn, getTransformationFn, setTransformationFn = setting(
         "function of a batch's columns, {'features_0': array, 'label_0': array, ...}, to those to train and validate "
         "on, with as many rows. For the fitted model: inference_fn.",
         to.function,
     )
-    getTransformationFn, setTransformationFn = accessors(transformation_fn)
-    accumulation_steps: Param[int] = setting(
+    accumulation_steps, getAccumulationSteps, setAccumulationSteps = setting(
         "parts that each worker cuts its share of a batch into, to save memory. The gradient is that of the whole "
         "batch.",
         to.whole(at_least=1),
         default=1,
     )
-    getAccumulationSteps, setAccumulationSteps = accessors(accumulation_steps)
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -200,75 +170,64 @@ class BatchParams(ElasticParams):
 class GradientParams(ElasticParams):
     """Gradients and normalisation."""
 
-    gradient_clip_norm: Param[float | None] = setting(
+    gradient_clip_norm, getGradientClipNorm, setGradientClipNorm = setting(
         "largest global norm of the gradients, which are scaled down to it.", to.real(above=0)
     )
-    getGradientClipNorm, setGradientClipNorm = accessors(gradient_clip_norm)
-    gradient_clip_value: Param[float | None] = setting(
+    gradient_clip_value, getGradientClipValue, setGradientClipValue = setting(
         "largest absolute value of each gradient, which is clipped to it.", to.real(above=0)
     )
-    getGradientClipValue, setGradientClipValue = accessors(gradient_clip_value)
-    gradient_compression: Param[Compression] = setting(
+    gradient_compression, getGradientCompression, setGradientCompression = setting(
         "'fp16' or 'bf16': send gradients in half precision; 'none': as they are.",
         to.one_of(*get_args(Compression)),
         default="none",
     )
-    getGradientCompression, setGradientCompression = accessors(gradient_compression)
-    sync_batch_norm: Param[bool] = setting(
+    sync_batch_norm, getSyncBatchNorm, setSyncBatchNorm = setting(
         "compute batch normalisation over all workers' rows of a batch, so that the number of workers does not "
         "matter. False: over each worker's own rows.",
         to.boolean,
         default=True,
     )
-    getSyncBatchNorm, setSyncBatchNorm = accessors(sync_batch_norm)
-    allow_nan_loss: Param[bool] = setting(
+    allow_nan_loss, getAllowNanLoss, setAllowNanLoss = setting(
         "continue when the loss of a step is NaN or infinite; otherwise fit raises a LossNotFiniteError.",
         to.boolean,
         default=False,
     )
-    getAllowNanLoss, setAllowNanLoss = accessors(allow_nan_loss)
 
 
 class ClusterParams(ElasticParams):
     """Workers, elasticity and printed progress."""
 
-    num_proc: Param[int | None] = setting(
+    num_proc, getNumProc, setNumProc = setting(
         "workers to start with. Default: the task slots of the cluster.", to.whole(at_least=1)
     )
-    getNumProc, setNumProc = accessors(num_proc)
-    min_num_proc: Param[int | None] = setting(
+    min_num_proc, getMinNumProc, setMinNumProc = setting(
         "fewest workers to continue with. Default: num_proc.", to.whole(at_least=1)
     )
-    getMinNumProc, setMinNumProc = accessors(min_num_proc)
-    max_num_proc: Param[int | None] = setting("most workers to grow to. Default: num_proc.", to.whole(at_least=1))
-    getMaxNumProc, setMaxNumProc = accessors(max_num_proc)
-    device: Param[str | None] = setting(
+    max_num_proc, getMaxNumProc, setMaxNumProc = setting(
+        "most workers to grow to. Default: num_proc.", to.whole(at_least=1)
+    )
+    device, getDevice, setDevice = setting(
         "device to train on: 'auto', 'cpu', 'cuda', 'cuda:0', ... Default, and 'auto': cuda where a worker has it.",
         to.text,
     )
-    getDevice, setDevice = accessors(device)
-    num_threads: Param[int | None] = setting(
+    num_threads, getNumThreads, setNumThreads = setting(
         "the framework's threads in each worker. Default: the workers of a host share its cores.", to.whole(1)
     )
-    getNumThreads, setNumThreads = accessors(num_threads)
-    run_options: Param[Mapping[str, Any] | None] = setting(
+    run_options, getRunOptions, setRunOptions = setting(
         f"dict of further arguments of spark_elastic.run: {', '.join(RUN_OPTIONS)}.", to.options(RUN_OPTIONS)
     )
-    getRunOptions, setRunOptions = accessors(run_options)
-    verbose: Param[int] = setting(
+    verbose, getVerbose, setVerbose = setting(
         "0: quiet, 1: a line for each epoch and change of the workers, and a bar in a terminal or a notebook, 2: each "
         "step of them.",
         to.whole(at_least=0),
         default=1,
     )
-    getVerbose, setVerbose = accessors(verbose)
-    status_port: Param[int | Literal["auto"] | None] = setting(
+    status_port, getStatusPort, setStatusPort = setting(
         'port of the status page; 0: any free one; None: no page. "auto": any free one, if all workers run on the '
         "driver's machine and verbose is not 0.",
         lambda name, value: None if value is None else checked_status_port(name, value),
         default="auto",
     )
-    getStatusPort, setStatusPort = accessors(status_port)
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -278,73 +237,62 @@ class ClusterParams(ElasticParams):
 class StorageParams(ElasticParams):
     """Storage of the rows and results."""
 
-    store: Param[str | os.PathLike[str] | Store | None] = setting(
+    store, getStore, setStore = setting(
         "path, URI or spark_elastic.Store for rows and results, which driver and executors share. Default: a "
         "temporary directory, for executors on the driver's machine.",
         to.location,
     )
-    getStore, setStore = accessors(store)
-    storage_options: Param[Mapping[str, Any] | None] = setting(
+    storage_options, getStorageOptions, setStorageOptions = setting(
         "options of the filesystem of a URI, such as credentials. Not saved with an estimator.",
         to.dictionary,
     )
-    getStorageOptions, setStorageOptions = accessors(storage_options)
-    dataset_id: Param[str | None] = setting(
+    dataset_id, getDatasetId, setDatasetId = setting(
         "name by which later fits find the written rows again, unchecked. Default: each fit writes its rows.",
         to.text,
     )
-    getDatasetId, setDatasetId = accessors(dataset_id)
-    keep_dataset: Param[bool] = setting(
+    keep_dataset, getKeepDataset, setKeepDataset = setting(
         "keep the written rows after the fit, for from_dataset_path; a dataset_id keeps them too.",
         to.boolean,
         default=False,
     )
-    getKeepDataset, setKeepDataset = accessors(keep_dataset)
-    data_options: Param[Mapping[str, Any] | None] = setting(
+    data_options, getDataOptions, setDataOptions = setting(
         f"dict of further arguments of spark_elastic.materialize ({', '.join(WRITE_OPTIONS)}; tensors are called "
         f"features_0, label_0, ...) and of spark_elastic.BatchReader ({', '.join(READ_OPTIONS)}).",
         to.options((*WRITE_OPTIONS, *READ_OPTIONS)),
     )
-    getDataOptions, setDataOptions = accessors(data_options)
 
 
 class CheckpointParams(ElasticParams):
     """Checkpoints, and resuming from them."""
 
-    checkpoint_dir: Param[str | os.PathLike[str] | None] = setting(
+    checkpoint_dir, getCheckpointDir, setCheckpointDir = setting(
         "shared path or URI for durable checkpoints. Default: none are written.", to.path
     )
-    getCheckpointDir, setCheckpointDir = accessors(checkpoint_dir)
-    checkpoint_interval: Param[int] = setting("epochs between two checkpoints.", to.whole(at_least=1), default=1)
-    getCheckpointInterval, setCheckpointInterval = accessors(checkpoint_interval)
-    checkpoint_seconds: Param[float | None] = setting(
+    checkpoint_interval, getCheckpointInterval, setCheckpointInterval = setting(
+        "epochs between two checkpoints.", to.whole(at_least=1), default=1
+    )
+    checkpoint_seconds, getCheckpointSeconds, setCheckpointSeconds = setting(
         "also write one when this many seconds have passed since the last.", to.real(above=0)
     )
-    getCheckpointSeconds, setCheckpointSeconds = accessors(checkpoint_seconds)
-    checkpoint_best_of: Param[str | None] = setting(
+    checkpoint_best_of, getCheckpointBestOf, setCheckpointBestOf = setting(
         "column of the history, such as 'val_loss', by which the best epoch's checkpoint is kept, too. Default: none.",
         to.text,
     )
-    getCheckpointBestOf, setCheckpointBestOf = accessors(checkpoint_best_of)
-    checkpoint_best_mode: Param[BestMode] = setting(
+    checkpoint_best_mode, getCheckpointBestMode, setCheckpointBestMode = setting(
         "'min', 'max', or 'auto': the smallest value is best for names of losses and errors, else the largest.",
         to.one_of(*get_args(BestMode)),
         default="auto",
     )
-    getCheckpointBestMode, setCheckpointBestMode = accessors(checkpoint_best_mode)
-    keep_checkpoints: Param[int] = setting(
+    keep_checkpoints, getKeepCheckpoints, setKeepCheckpoints = setting(
         "how many of the last checkpoints are kept.", to.whole(at_least=1), default=3
     )
-    getKeepCheckpoints, setKeepCheckpoints = accessors(keep_checkpoints)
-    run_id: Param[str | None] = setting(
+    run_id, getRunId, setRunId = setting(
         "name of this training below checkpoint_dir: fit resumes from its last checkpoint.",
         to.identifier,
     )
-    getRunId, setRunId = accessors(run_id)
-    resume: Param[bool] = setting(
+    resume, getResume, setResume = setting(
         "resume from the checkpoints of run_id; False deletes them and starts over.", to.boolean, default=True
     )
-    getResume, setResume = accessors(resume)
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -379,69 +327,60 @@ class TrainingParams(
 class OutputParams(ElasticParams):
     """Output: the columns that `transform` adds."""
 
-    output_cols: Param[str | Sequence[str] | None] = setting(
+    output_cols, getOutputCols, setOutputCols = setting(
         "names of the columns with the model's outputs: a double or integer if there is one value per row, an array "
         "otherwise. []: none. Default: 'output', or 'output_0', 'output_1', ...",
         to.names_or_none,
     )
-    getOutputCols, setOutputCols = accessors(output_cols)
-    output_type: Param[OutputType] = setting(
+    output_type, getOutputType, setOutputType = setting(
         "'array', or 'vector': outputs of one axis become Spark ML vectors, as its evaluators need them.",
         to.one_of(*get_args(OutputType)),
         default="array",
     )
-    getOutputType, setOutputType = accessors(output_type)
-    prediction_col: Param[str] = setting(
+    prediction_col, getPredictionCol, setPredictionCol = setting(
         "name of the double column with the prediction from the first output; '' for none.",
         lambda name, value: "" if value is None or value == "" else to.text(name, value),
         default="prediction",
     )
-    getPredictionCol, setPredictionCol = accessors(prediction_col)
-    prediction: Param[PredictionRule] = setting(
+    prediction, getPrediction, setPrediction = setting(
         "rule for the prediction from the first output: 'argmax' of its values, 'argmax_probability' of "
         "probabilities, the 'value' itself, 'binary_logit': 1 if above 0, 'binary_probability': 1 if above 0.5. "
         "'auto': the rule of the loss, or the value if there is one per row, or no prediction.",
         to.one_of(*get_args(PredictionRule)),
         default="auto",
     )
-    getPrediction, setPrediction = accessors(prediction)
-    probability_col: Param[str | None] = setting(
+    probability_col, getProbabilityCol, setProbabilityCol = setting(
         "name of a vector column with the probability of each class (softmax or sigmoid of the first output, unless "
         "it has probabilities). Default: none.",
         to.text,
     )
-    getProbabilityCol, setProbabilityCol = accessors(probability_col)
-    raw_prediction_col: Param[str | None] = setting(
+    raw_prediction_col, getRawPredictionCol, setRawPredictionCol = setting(
         "name of a vector column with the score of each class, for BinaryClassificationEvaluator: the first output, "
         "or of one value per row [-z, z] of a logit, [1 - p, p] of a probability. Default: none.",
         to.text,
     )
-    getRawPredictionCol, setRawPredictionCol = accessors(raw_prediction_col)
-    handle_invalid: Param[HandleInvalid] = setting(
+    handle_invalid, getHandleInvalid, setHandleInvalid = setting(
         "treatment by transform of rows with a null in the input, NaN or infinity where fit refuses them, or a NaN "
         "output of which no class can be made: 'error', 'skip' (leave them out) or 'keep' (all added columns are "
         "null).",
         to.one_of(*get_args(HandleInvalid)),
         default="error",
     )
-    getHandleInvalid, setHandleInvalid = accessors(handle_invalid)
-    inference_fn: Param[ColumnsFunction | None] = setting(
+    inference_fn, getInferenceFn, setInferenceFn = setting(
         "function of a batch's features, {'features_0': array, ...}, to the model's inputs, in their order; the "
         "counterpart of transformation_fn. Default: none.",
         to.function,
     )
-    getInferenceFn, setInferenceFn = accessors(inference_fn)
-    transform_batch_size: Param[int | None] = setting(
+    transform_batch_size, getTransformBatchSize, setTransformBatchSize = setting(
         "rows that transform puts through the model at once. Default: 512 for PyTorch on the CPU, otherwise 4,096.",
         to.whole(at_least=1),
     )
-    getTransformBatchSize, setTransformBatchSize = accessors(transform_batch_size)
-    transform_threads: Param[int] = setting("threads of each Python worker in transform.", to.whole(at_least=1), 1)
-    getTransformThreads, setTransformThreads = accessors(transform_threads)
-    transform_device: Param[str] = setting(
+    transform_threads, getTransformThreads, setTransformThreads = setting(
+        "threads of each Python worker in transform.", to.whole(at_least=1), 1
+    )
+    transform_device, getTransformDevice, setTransformDevice = setting(
         "device of the model in transform: 'cpu', 'cuda', 'cuda:0', ...", to.text, "cpu"
     )
-    getTransformDevice, setTransformDevice = accessors(transform_device)
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -449,9 +388,8 @@ class OutputParams(ElasticParams):
             *(self._given("output_cols") or []),
             *filter(None, [self._given(f"{each}_col") for each in ("prediction", "probability", "raw_prediction")]),
         ]
-        for name in added:
-            if added.count(name) > 1:
-                raise InvalidSettingsError(
-                    f"{name!r} would be {added.count(name)} of the output columns; give output_cols, prediction_col, "
-                    "probability_col and raw_prediction_col different names"
-                )
+        if repeated := [name for name in added if added.count(name) > 1]:
+            raise InvalidSettingsError(
+                f"{repeated[0]!r} would be {len(repeated)} of the output columns; give output_cols, prediction_col, "
+                "probability_col and raw_prediction_col different names"
+            )

@@ -20,8 +20,7 @@ from spark_elastic.wire.messages import EpochEnded, LiveProgress
 
 logger = logging.getLogger(__name__)
 
-CAUSE_S = 0.6
-"""How long to wait for the cause of a loss: sockets close before an exit code or Spark's own report arrives."""
+CAUSE_S = 0.6  # how long to wait for the cause of a loss: sockets close before exit codes and Spark's reports arrive
 PAUSE_S = 1.0  # the length from which a pause is announced before it is over
 
 
@@ -120,10 +119,7 @@ class Announcer:
         return bool(self._paused) or self._announced < len(self._log.changes)
 
     def print_changes(self, now: float, last: bool = False) -> float | None:
-        """Print the changes whose cause and pause are known, or have been waited for long enough. `last`: print all.
-
-        Returns when to call again; None: no need to.
-        """
+        """Print the changes that are explained, all if `last`. Return when to call again; None: no need to."""
         changes = self._log.changes
         for index in [index for index in self._paused if not changes[index].open]:
             self._paused.remove(index)
@@ -132,8 +128,9 @@ class Announcer:
             self._line(", ".join([resumed, *changes[index].cost("after ")]))
         while self._announced < len(changes):
             change = changes[self._announced]
-            due = now if last else _due(change)
-            if due > now:
+            waits_for_cause = change.kind == "lost" and change.unexplained
+            due = change.at + (PAUSE_S if change.open else CAUSE_S if waits_for_cause else 0.0)
+            if due > now and not last:
                 return due
             if change.kind != "waiting":  # the progress bar shows waits
                 known = dataclasses.replace(change, pause_s=None, steps_lost=None) if change.open else change
@@ -150,12 +147,3 @@ class Announcer:
     def _line(self, text: str) -> None:
         if self._verbose >= 1:
             self._say(f"spark_elastic: {text}")
-
-
-def _due(change: MembershipChange) -> float:
-    """Return when the change is announced."""
-    if change.open:
-        return change.at + PAUSE_S
-    if change.kind == "lost" and change.unexplained:
-        return change.at + CAUSE_S
-    return change.at

@@ -13,8 +13,7 @@ from typing import Any
 from spark_elastic.redaction import ALL_SECRET, MARK, is_secret, redacted
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-_LONGEST = 6000
-"""Characters of a description: the most that MLflow takes as a parameter."""
+_LONGEST = 6000  # characters of a description: the most that MLflow takes as a parameter
 
 
 def describe_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

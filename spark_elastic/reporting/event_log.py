@@ -5,7 +5,7 @@ It is made from the events and commands of the membership machine, and decides n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,16 +23,14 @@ from spark_elastic.membership.reasons import (
     loss_in_words,
     wait_on_bar,
 )
-from spark_elastic.membership.topology import BEGINNING, Place, SlotId, StateVersion, WorkerId, World
+from spark_elastic.membership.topology import BEGINNING, StateVersion, WorkerId, World
 from spark_elastic.redaction import redacted
 
 STARTED_AGAIN = "the function started again from its beginning: it was in no elastic loop"
 _ROW_FIELDS = ("kind", "who", "reason", "before", "after", "pause_s", "steps_lost")
-NO_EXECUTOR = ("driver", "local-")
-"""Prefixes of executor names that stand for no executor: local mode, and plain processes."""
+NO_EXECUTOR = ("driver", "local-")  # prefixes of names that are of no executor: local mode, plain processes
 MOST_NOTICES = 200
-MOST_NAMED = 12
-"""Workers or executors of one change that are named; of the others only their number is told."""
+MOST_NAMED = 12  # workers or executors of one change that are named; of the others only their number is told
 WORTH_A_WORD_S = 5.0  # the shortest pause of a slot, executor or host that is reported
 LATE_S = 15.0  # how long after a loss a report about the executor is taken for its cause
 
@@ -52,8 +50,7 @@ class MembershipChange:
     pause_s: float | None = None
     """Time until the first step after the change, or until the new world was formed if steps are not reported; None:
     not known yet, or no pause."""
-    steps_lost: int | None = None
-    """Applied steps that have to be computed again; None: not known yet, no pause, or the function started again."""
+    steps_lost: int | None = None  # to be computed again; None: not known yet, no pause, or the function started again
     open: bool = False  # the pause is not over
     lasted_s: float | None = None  # the length of a wait that is over
     wait: Wait | None = None  # what is waited for, if the kind is "waiting"
@@ -109,19 +106,7 @@ def event_rows(changes: Sequence[MembershipChange], began: float) -> tuple[dict[
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Name:
-    """A worker or an executor as people know it: "rank 3 on host-a", "executor 5"."""
-
-    noun: str
-    number: str = ""
-    where: str = ""
-
-    def __str__(self) -> str:
-        return " ".join(part for part in (self.noun, self.number, self.where) if part)
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Departure:
     """A worker that is gone."""
 
@@ -130,14 +115,14 @@ class _Departure:
     whole: bool  # its agent or executor is gone too
 
     @property
-    def name(self) -> _Name:
-        place = self.record.place
+    def name(self) -> tuple[str, str, str]:
+        """Its noun, number and place: ("rank", "3", "on host-a"), ("executor", "5", "")."""
+        place, rank = self.record.place, self.record.rank
         local = place.executor.startswith(NO_EXECUTOR)
         if self.whole and not local:
-            return _Name("executor", place.executor)
+            return "executor", place.executor, ""
         where = f"on {place.host if local else f'executor {place.executor}'}"
-        rank = self.record.rank
-        return _Name("a starting worker", where=where) if rank is None else _Name("rank", str(rank), where)
+        return ("a starting worker", "", where) if rank is None else ("rank", str(rank), where)
 
 
 def _who(departures: Sequence[_Departure]) -> str:
@@ -145,18 +130,19 @@ def _who(departures: Sequence[_Departure]) -> str:
     every = list(dict.fromkeys(departure.name for departure in departures))
     names = every[:MOST_NAMED]
     others = f" and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
-    kinds = {(name.noun, name.where) for name in names}
-    if len(names) == 1 or len(kinds) > 1 or not names[0].number:
-        return ", ".join(map(str, names)) + others
-    numbers = ", ".join(sorted(name.number for name in names))
-    return str(_Name(f"{names[0].noun}s", numbers + others, names[0].where))
+    noun, number, where = names[0]
+    if len(names) == 1 or not number or len({(noun, where) for noun, _, where in names}) > 1:
+        return ", ".join(" ".join(filter(None, name)) for name in names) + others
+    numbers = ", ".join(sorted(number for _, number, _ in names)) + others
+    return " ".join(filter(None, (f"{noun}s", numbers, where)))
 
 
 class EventLog:
     """All changes of a job, oldest first, made from the membership machine's events, commands and records."""
 
     def __init__(self) -> None:
-        self._changes: list[MembershipChange] = []
+        #: New ones are appended; the newest are replaced when more is known about them.
+        self.changes: list[MembershipChange] = []
         self._world: World | None = None
         self._next: World | None = None
         self._gone: set[WorkerId] = set()  # the present world's members that are gone
@@ -167,14 +153,9 @@ class EventLog:
         self._furthest = BEGINNING
         self._has_loop = False  # a worker was in an elastic loop
         self._notices = 0
-        #: Until the newest world has applied a step: when the pause began, and the version that the world starts from.
-        self._first: tuple[float, StateVersion] | None = None
-        self._paused = 0  # the index of the change that the pause belongs to
-
-    @property
-    def changes(self) -> Sequence[MembershipChange]:
-        """The changes so far. New ones are appended; the newest are replaced when more is known about them."""
-        return self._changes
+        #: Until the newest world has applied a step: the index of the change that the pause belongs to, when the pause
+        #: began, and the version that the world starts from.
+        self._pause: tuple[int, float, StateVersion] | None = None
 
     @property
     def size(self) -> int:
@@ -189,31 +170,34 @@ class EventLog:
                 self._has_loop = self._has_loop or version is not None or waits_in_loop
                 version = version or BEGINNING
                 self._furthest = max(self._furthest, version)
-                if self._first is not None and version.is_steps_after(self._first[1]):
-                    self._resumed(now - self._first[0])
+                if self._pause is not None and version.is_steps_after(self._pause[2]):
+                    self._resumed(now - self._pause[1])
             case seen.WorkerLost(worker, cause):
-                self._explain(lambda gone: gone.record.worker == worker, cause, False, now)
+                self._explain([gone for gone in self._gone_so_far() if gone.record.worker == worker], cause, False, now)
             case seen.SlotEnded(slot, cause):  # a local agent's exit, or Spark's report about the task
-                self._explain(lambda gone: gone.whole and gone.record.place.slot == slot, cause, True, now)
+                here = [gone for gone in self._gone_so_far() if gone.whole and gone.record.place.slot == slot]
+                self._explain(here, cause, True, now)
             case seen.ExecutorLost(executor, cause):
-                self._explain(lambda gone: gone.record.place.executor == executor, cause, True, now)
+                there = [gone for gone in self._gone_so_far() if gone.record.place.executor == executor]
+                self._explain(there, cause, True, now)
         for command in commands:
             match command:
                 case PublishWorld(world):
                     self._next = world
                 case WithdrawSlot(slot, cause):  # its agent is lost too, after the worker was lost
-                    self._explain_withdrawal(slot, cause, now)
+                    noticed = [gone for gone in self._gone_so_far() if gone.cause.is_symptom]
+                    self._explain([gone for gone in noticed if gone.record.place.slot == slot], cause, True, now)
 
-    def _explain_withdrawal(self, slot: SlotId, cause: LossCause, now: float) -> None:
-        self._explain(lambda gone: gone.cause.is_symptom and gone.record.place.slot == slot, cause, True, now)
+    def _gone_so_far(self) -> list[_Departure]:
+        return [gone for departures in self._departures.values() for gone in departures]
 
     def note(self, record: timeline.Record) -> None:
         """Update the log with a record of the timeline."""
         starts_or_ends = isinstance(record, (timeline.WorldStarted, timeline.JobEnded))
-        if self._first is not None and (starts_or_ends or isinstance(record, timeline.WorldBroken)):
+        if self._pause is not None and (starts_or_ends or isinstance(record, timeline.WorldBroken)):
             self._resumed(None)
         if self._waits is not None and (starts_or_ends or isinstance(record, timeline.Waiting)):
-            self._update(self._waits, lasted_s=record.at - self._changes[self._waits].at)
+            self._update(self._waits, lasted_s=record.at - self.changes[self._waits].at)
             self._waits = None
         match record:
             case timeline.WorkerLeft():
@@ -245,11 +229,11 @@ class EventLog:
     def _add(self, at: float, kind: str, who: str, reason: str, **fields: Any) -> int:
         """Append a change and return its index. It leaves the number of workers as it is unless `fields` say more."""
         sizes = {"before": self.size, "after": self.size}
-        self._changes.append(MembershipChange(at, kind, who, reason, **(sizes | fields)))
-        return len(self._changes) - 1
+        self.changes.append(MembershipChange(at, kind, who, reason, **(sizes | fields)))
+        return len(self.changes) - 1
 
     def _update(self, index: int, **fields: Any) -> None:
-        self._changes[index] = replace(self._changes[index], **fields)
+        self.changes[index] = replace(self.changes[index], **fields)
 
     def _on_left(self, record: timeline.WorkerLeft) -> None:
         departure = _Departure(record, record.cause, record.cause.reaches_beyond_the_worker)
@@ -264,26 +248,26 @@ class EventLog:
             return  # a worker that no world ever had
         if member and self._open:
             last = self._open[-1]
-            if (self._changes[last].kind, self._changes[last].reason) == (kind, reason):
+            if (self.changes[last].kind, self.changes[last].reason) == (kind, reason):
                 self._departures[last].append(departure)
                 self._update(last, after=self.size, who=_who(self._departures[last]))
                 return
         unexplained = record.cause.is_symptom
         index = self._add(
-            record.at, kind, str(departure.name), reason, before=before, open=member, unexplained=unexplained
+            record.at, kind, _who([departure]), reason, before=before, open=member, unexplained=unexplained
         )
         self._departures[index] = [departure]
         if member:
             self._open.append(index)
 
-    def _explain(self, concerned: Callable[[_Departure], bool], cause: LossCause, whole: bool, now: float) -> None:
+    def _explain(self, concerned: list[_Departure], cause: LossCause, whole: bool, now: float) -> None:
         """Store the cause of departures that were noticed before. `whole`: their agents or executors are gone too."""
         for index in list(self._departures):
-            departures, change = self._departures[index], self._changes[index]
+            departures, change = self._departures[index], self.changes[index]
             if now - change.at >= LATE_S and index not in self._open:
                 del self._departures[index]
                 continue
-            found = [each for each in departures if change.kind == "lost" and concerned(each)]
+            found = [each for each in departures if change.kind == "lost" and each in concerned]
             for each in found if now - change.at < LATE_S else ():
                 each.whole = each.whole or whole
                 if each.cause.is_symptom and not cause.is_symptom:
@@ -314,7 +298,10 @@ class EventLog:
         newcomers = [member.place for member in new.members if member.worker not in old.workers]
         begin = record.at - (record.pause_s or 0.0)
         if newcomers:
-            opened.append(self._add(begin, "joined", _newcomers(newcomers), "", before=stayed))
+            where = [p.host if p.executor.startswith(NO_EXECUTOR) else f"executor {p.executor}" for p in newcomers]
+            count = "a worker" if len(newcomers) == 1 else f"{len(newcomers)} workers"
+            who = f"{count} on {', '.join(dict.fromkeys(where))}"
+            opened.append(self._add(begin, "joined", who, "", before=stayed))
         if not opened:
             broken = record.change if self._broken is None else self._broken.change
             why = change_in_words(broken) if broken.cause is None else root_loss_in_words(broken.cause)
@@ -324,15 +311,15 @@ class EventLog:
         for index in others:  # one pause, however many changes fall into it
             self._update(index, open=False)
         self._update(first, pause_s=record.pause_s, steps_lost=lost, restarted=restarted, open=True)
-        self._paused = first
-        self._first = (begin, version)
+        self._pause = (first, begin, version)
         if new.version is None:
             self._resumed(None)  # no elastic loop that would report its steps
 
     def _resumed(self, pause_s: float | None) -> None:
         """End the pause of a change. `pause_s`: its length; None: it ended when the new world was formed."""
-        self._update(self._paused, open=False, **({} if pause_s is None else {"pause_s": pause_s}))
-        self._first = None
+        assert self._pause is not None
+        self._update(self._pause[0], open=False, **({} if pause_s is None else {"pause_s": pause_s}))
+        self._pause = None
 
 
 def root_loss_in_words(cause: LossCause) -> str:
@@ -343,9 +330,3 @@ def root_loss_in_words(cause: LossCause) -> str:
     # a shell, and Spark, report a signal as 128 + its number
     words = exit_in_words(128 - root.code if 128 < root.code < 160 else root.code)
     return words.removeprefix("was ").partition(" (")[0]
-
-
-def _newcomers(places: Sequence[Place]) -> str:
-    where = [p.host if p.executor.startswith(NO_EXECUTOR) else f"executor {p.executor}" for p in places]
-    count = "a worker" if len(places) == 1 else f"{len(places)} workers"
-    return f"{count} on {', '.join(dict.fromkeys(where))}"

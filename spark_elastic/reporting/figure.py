@@ -23,8 +23,7 @@ KINDS = {
     "left": ("left", "#b07fc7", "v"),
     "joined": ("joined", "#2a9d6f", "^"),
     "broken": ("broken and rebuilt", "#d6a445", "D"),
-}
-"""By the kind of an event: label, colour and marker."""
+}  # by the kind of an event: label, colour and marker
 LONG_PAUSE = 0.01  # the part of the x axis from which a pause is wide enough to be drawn as a span
 
 
@@ -42,7 +41,7 @@ def of_training(history: Sequence[Row], columns: Iterable[str], events: Sequence
     measured = list(columns)
     names = [name for name in measured if not (name.startswith("val_") and name[4:] in measured)][: MOST_METRICS + 1]
     figure, panels = _panels(len(names), title)
-    place, times = _epoch_axis(history, events)
+    place = _epoch_axis(history)
     for panel, name in zip(panels, names, strict=False):
         _draw_column(panel, history, name)
     if names:
@@ -50,12 +49,17 @@ def of_training(history: Sequence[Row], columns: Iterable[str], events: Sequence
     world = panels[-1]
     end = max((row["epoch"] + 1 for row in history), default=1)
     _draw_world(world, events, place, end)
-    _mark_losses(panels[:-1], events, place)
+    for row in events:
+        if row["kind"] in KINDS and row["before"]:
+            for panel in panels[:-1]:
+                panel.axvline(place(row, 0.0), color=KINDS[row["kind"]][1], linewidth=1.0, alpha=0.45, zorder=0.5)
     world.set_xlabel("epoch")
     first = min((row["epoch"] for row in history), default=0)
     world.set_xlim(first, end)
     world.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
-    _show_times(panels[0], times)
+    begins = [row["time"] - row["seconds"] for row in events]
+    times = [(row["epoch"] + 1, row["ended"] - begins[0]) for row in history if begins and "ended" in row]
+    _show_times(panels[0], [(epoch, seconds) for epoch, seconds in times if seconds >= 0])
     figure.align_ylabels()
     return figure
 
@@ -121,19 +125,9 @@ def _draw_world(panel: Any, events: Sequence[Row], place: Callable[[Row, float],
         panel.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, borderaxespad=0.0)
 
 
-def _mark_losses(panels: Sequence[Any], events: Sequence[Row], place: Callable[[Row, float], float]) -> None:
-    for row in events:
-        if row["kind"] in KINDS and row["before"]:
-            for panel in panels:
-                panel.axvline(place(row, 0.0), color=KINDS[row["kind"]][1], linewidth=1.0, alpha=0.45, zorder=0.5)
-
-
-def _epoch_axis(
-    history: Sequence[Row], events: Sequence[Row]
-) -> tuple[Callable[[Row, float], float], list[tuple[int, float]]]:
-    """Return a function that maps events to the axis of epochs, and the seconds at the end of each epoch."""
+def _epoch_axis(history: Sequence[Row]) -> Callable[[Row, float], float]:
+    """Return a function that maps an event, plus a number of seconds, to the axis of epochs."""
     spans = [(row["epoch"], row["ended"] - row["seconds"], row["ended"]) for row in history if "ended" in row]
-    begins = [row["time"] - row["seconds"] for row in events]
 
     def place(event: Row, late: float) -> float:
         time = event["time"] + late
@@ -145,8 +139,7 @@ def _epoch_axis(
                 return float(epoch + (time - begin) / max(end - begin, 1e-9))
         return at
 
-    times = [(epoch + 1, end - begins[0]) for epoch, _, end in spans] if begins else []
-    return place, [(epoch, seconds) for epoch, seconds in times if seconds >= 0]
+    return place
 
 
 def _show_times(panel: Any, times: Sequence[tuple[int, float]]) -> None:

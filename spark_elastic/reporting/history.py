@@ -15,10 +15,8 @@ from spark_elastic.errors import CheckpointError, MissingExtraError
 from spark_elastic.membership.reasons import counted
 
 Row = Mapping[str, float | int]
-EventRow = Mapping[str, Any]
-"""One row of `event_log.event_rows`."""
-FACTS = ("epoch", "steps", "rows", "seconds", "ended", "lr")
-"""The columns that are not a loss or a metric."""
+EventRow = Mapping[str, Any]  # one row of `event_log.event_rows`
+FACTS = ("epoch", "steps", "rows", "seconds", "ended", "lr")  # the columns that are not a loss or a metric
 
 
 class History(Sequence[Row]):
@@ -101,25 +99,12 @@ class History(Sequence[Row]):
         return cls(document)
 
 
-# --- plots ----------------------------------------------------------------------------------------
-
-
 def draw_training(history: Sequence[Row], events: Sequence[EventRow], path: str | Path | None) -> Any:
-    """Plot the loss and the metrics of a training over its epochs, with the number of workers.
-
-    Args:
-        history: a row for each epoch.
-        events: the rows of `event_rows`.
-        path: a file to write the plot to as well; None: no file.
-
-    Returns:
-        A matplotlib Figure.
-
-    Raises:
-        MissingExtraError: if matplotlib is not installed.
-    """
+    """Plot a training, also to the file `path`; return a Figure. Raise MissingExtraError without matplotlib."""
     columns = dict.fromkeys(name for row in history for name in row if name not in FACTS)
-    return _saved(_figures().of_training(history, columns, events, _title(history, events)), path)
+    rows = sum(row.get("rows", 0) for row in history)
+    title = f"{counted(len(history), 'epoch')}, {rows:,} rows; {_losses_in_words(events)}"
+    return _saved(_figures().of_training(history, columns, events, title), path)
 
 
 def draw_job(events: Sequence[EventRow], name: str, path: str | Path | None) -> Any:
@@ -144,12 +129,6 @@ def _saved(figure: Any, path: str | Path | None) -> Any:
         about = {"metadata": {"Title": figure.get_suptitle()}} if Path(path).suffix == ".png" else {}
         figure.savefig(path, dpi=110, **about)
     return figure
-
-
-def _title(history: Sequence[Row], events: Sequence[EventRow]) -> str:
-    epochs = counted(len(history), "epoch")
-    rows = sum(row.get("rows", 0) for row in history)
-    return f"{epochs}, {rows:,} rows; {_losses_in_words(events)}"
 
 
 def _losses_in_words(events: Sequence[EventRow]) -> str:

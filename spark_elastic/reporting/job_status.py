@@ -6,11 +6,10 @@ events a job has, the document stays below about 300 kB. docs/status_page.md lis
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,25 +18,20 @@ from spark_elastic.membership import timeline
 from spark_elastic.membership.states import WorkerState
 from spark_elastic.membership.topology import WorkerId
 from spark_elastic.reporting.event_log import MembershipChange
-from spark_elastic.reporting.progress import Speed
+from spark_elastic.reporting.progress import Speed, cut
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 
-VERSION = 1
-"""Version of the document. Fields may be added within a version; one that is removed or changed raises it."""
-MEASURE_S = 0.9
-"""The shortest time between two measurements of a worker's steps."""
+VERSION = 1  # version of the document. Fields may be added within a version; one that is removed or changed raises it.
+MEASURE_S = 0.9  # the shortest time between two measurements of a worker's steps
 MOST_EPOCHS = 400
-MOST_EPOCHS_KEPT = 10_000
 MOST_SIZES = 400
 MOST_EVENTS = 200
 MOST_HOSTS = 200
 MOST_WORKERS = 128
-MOST_VALUES = 40
-"""The loss and metrics of an epoch that are kept."""
+MOST_VALUES = 40  # the loss and metrics of an epoch that are shown
 MOST_NAME = 200
-MOST_TEXT = 1000
-"""Characters of a name, and of a sentence, that are shown."""
+MOST_TEXT = 1000  # characters of a name, and of a sentence, that are shown
 
 TRAINING = WorkerState.TRAINING.value
 
@@ -52,12 +46,9 @@ class WorkerStatus:
     worker: WorkerId
     host: str
     executor: str
-    rank: int | None
-    """Its rank in the newest world; None: it is not a member."""
-    state: str
-    """A name of `membership.states.WorkerState`."""
-    blocked_s: float | None
-    """How long it had waited in a collective for the others, at its last heartbeat; None: it did not wait."""
+    rank: int | None  # its rank in the newest world; None: it is not a member
+    state: str  # a name of `membership.states.WorkerState`
+    blocked_s: float | None  # its wait for the others in a collective, at its last heartbeat; None: it did not wait
 
 
 @dataclass(frozen=True)
@@ -65,22 +56,14 @@ class JobStatus:
     """The state of a job at one moment."""
 
     phase: str
-    round: int
-    """Number of the current world; 0 before the first."""
-    size: int
-    """Size of the current world; 0 before the first."""
-    progress: int | None
-    """The most optimizer steps known to be applied."""
-    waiting_for: str
-    """The reason of the current wait, in words; empty if the job waits for nothing."""
-    ready: int = 0
-    """Workers that wait for a world or are members of one."""
-    succeeded: int = 0
-    """Workers whose function has returned."""
-    failed: int = 0
-    """Workers that were lost or removed since the job began."""
-    resets: int = 0
-    """Worlds that were built after the first."""
+    round: int  # number of the current world; 0 before the first
+    size: int  # size of the current world; 0 before the first
+    progress: int | None  # the most optimizer steps known to be applied
+    waiting_for: str  # the reason of the current wait, in words; empty if the job waits for nothing
+    ready: int = 0  # workers that wait for a world or are members of one
+    succeeded: int = 0  # workers whose function has returned
+    failed: int = 0  # workers that were lost or removed since the job began
+    resets: int = 0  # worlds that were built after the first
 
 
 @dataclass(slots=True)
@@ -94,10 +77,7 @@ class _Heartbeats:
 
 
 class StatusModel:
-    """Collects what a job's status page shows and its timeline does not hold.
-
-    All times are of the process's monotonic clock.
-    """
+    """Collects what a job's status page shows and its timeline does not hold. Times are of the monotonic clock."""
 
     def __init__(self, job: str, settings: ElasticSettings, now: float) -> None:
         self._lock = threading.Lock()
@@ -110,7 +90,6 @@ class StatusModel:
         self._heartbeats: dict[WorkerId, _Heartbeats] = {}
         self._live: tuple[LiveProgress, Speed] | None = None
         self._epochs: list[EpochEnded] = []
-        self._epoch_count = 0
         self._sizes: list[tuple[float, int]] = [(now, 0)]  # the size of the world and when it changed to that
 
     # --- input, from the driver's thread --------------------------------------------------------------
@@ -149,8 +128,6 @@ class StatusModel:
                     self._ended = self._ended or record
             if size != self._sizes[-1][1]:
                 self._sizes.append((record.at, size))
-                if len(self._sizes) > 2 * MOST_SIZES:
-                    self._sizes = _thin_steps(self._sizes, MOST_SIZES)
 
     def live(self, message: LiveProgress, now: float) -> None:
         """Store the progress within an epoch."""
@@ -166,15 +143,8 @@ class StatusModel:
     def epoch(self, message: EpochEnded) -> None:
         """Store the results of an epoch. A repetition, from a new rank 0, has no effect."""
         with self._lock:
-            if self._epochs and message.epoch <= self._epochs[-1].epoch:
-                return
-            self._epoch_count += 1
-            if len(message.values) > MOST_VALUES:
-                few = dict(list(message.values.items())[:MOST_VALUES])
-                message = dataclasses.replace(message, values=few)
-            self._epochs.append(message)
-            if len(self._epochs) > MOST_EPOCHS_KEPT:
-                self._epochs = thin_epochs(self._epochs, MOST_EPOCHS_KEPT // 2)
+            if not self._epochs or message.epoch > self._epochs[-1].epoch:
+                self._epochs.append(message)
 
     # --- output, from any thread ----------------------------------------------------------------------
 
@@ -186,15 +156,13 @@ class StatusModel:
         now: float,
         wall: float,
     ) -> Document:
-        """Return the document of this moment, made of values that JSON can express.
-
-        It has all workers that are not gone, and the job's changes. `wall` is the moment `now` in seconds since 1970.
-        """
+        """Return this moment's document, of values that JSON can express. `wall` is `now` in seconds since 1970."""
         with self._lock:
             to_wall = wall - now
-            settings, ended = self._settings, self._ended
-            by_worker = [(worker, self._heartbeats.get(worker.worker)) for worker in workers]
-            sizes = _thin_steps(self._sizes, MOST_SIZES)
+            settings, ended, wait = self._settings, self._ended, self._wait
+            ordered = sorted(workers, key=lambda each: (each.rank is None, each.rank or 0, each.worker))
+            rows = [_worker_row(each, self._heartbeats.get(each.worker), now) for each in ordered]
+            sizes = _thin(self._sizes, MOST_SIZES, lambda change: change[1])
             return {
                 "version": VERSION,
                 "job": self._job,
@@ -202,58 +170,41 @@ class StatusModel:
                 "started": _rounded(self._began + to_wall),
                 "ended": None if ended is None else _rounded(ended.at + to_wall),
                 "phase": status.phase if ended is None else ended.outcome,
-                "reason": "" if ended is None else _cut(ended.why.partition("\n")[0], MOST_TEXT),
-                "wait": self._wait_now(now),
-                "progress": self._progress(status, by_worker, now),
+                "reason": "" if ended is None else cut(ended.why.partition("\n")[0], MOST_TEXT),
+                "wait": wait
+                and {
+                    "reason": cut(wait.reason, MOST_TEXT),
+                    "seconds": _rounded(now - self._wait_began),
+                    "left_s": None if wait.deadline is None else _rounded(max(wait.deadline - now, 0.0)),
+                },
+                "progress": self._progress(status, [row["steps_per_s"] for row in rows]),
                 "world": {
                     "round": status.round,
                     "size": sizes[-1][1],
-                    "num_proc": settings.num_proc,
-                    "min_num_proc": settings.min_num_proc,
-                    "max_num_proc": settings.max_num_proc,
-                    "ready": status.ready,
-                    "succeeded": status.succeeded,
-                    "failed": status.failed,
-                    "resets": status.resets,
+                    **{name: getattr(settings, name) for name in ("num_proc", "min_num_proc", "max_num_proc")},
+                    **{name: getattr(status, name) for name in ("ready", "succeeded", "failed", "resets")},
                     "history": [[_rounded(at + to_wall), size] for at, size in sizes],
                 },
                 "heartbeat_timeout_s": settings.heartbeat_timeout_s,
-                **_hosts(by_worker, now),
+                "hosts": _hosts(rows),
+                "workers": {"count": len(rows), "rows": rows if len(rows) <= MOST_WORKERS else []},
                 "epochs": {
-                    "count": self._epoch_count,
+                    "count": len(self._epochs),
                     "rows": [
                         {"epoch": each.epoch, "seconds": _rounded(each.seconds), "values": _plain_values(each.values)}
-                        for each in thin_epochs(self._epochs, MOST_EPOCHS)
+                        for each in _thin(self._epochs, MOST_EPOCHS, _first_value)
                     ],
                 },
-                **_events(changes),
+                "events": _events(changes),
             }
 
-    def _wait_now(self, now: float) -> Document | None:
-        if self._wait is None:
-            return None
-        deadline = self._wait.deadline
-        return {
-            "reason": _cut(self._wait.reason, MOST_TEXT),
-            "seconds": _rounded(now - self._wait_began),
-            "left_s": None if deadline is None else _rounded(max(deadline - now, 0.0)),
-        }
-
-    def _progress(
-        self, status: JobStatus, workers: Iterable[tuple[WorkerStatus, _Heartbeats | None]], now: float
-    ) -> Document:
+    def _progress(self, status: JobStatus, rates: Sequence[float | None]) -> Document:
         over = self._ended is not None
-        known = sorted(rate for worker, heard in workers if (rate := _rate(worker, heard, now)) is not None)
+        known = sorted(rate for rate in rates if rate is not None)
         made: Document = {
             "steps": status.progress,
-            "steps_per_s": None if over or not known else _rounded(known[len(known) // 2]),
-            "epoch": None,
-            "epochs": None,
-            "phase": None,
-            "rows": None,
-            "rows_total": None,
-            "rows_per_s": None,
-            "left_s": None,
+            "steps_per_s": None if over or not known else known[len(known) // 2],
+            **dict.fromkeys(("epoch", "epochs", "phase", "rows", "rows_total", "rows_per_s", "left_s")),
             "values": {},
         }
         newest = self._epochs[-1] if self._epochs else None
@@ -266,8 +217,8 @@ class StatusModel:
                 "phase": live.phase,
                 "rows": live.rows,
                 "rows_total": live.total,
-                "rows_per_s": None if rate is None else _rounded(rate),
-                "left_s": None if rate is None or not rate else self._left_s(live, rate),
+                "rows_per_s": _rounded(rate),
+                "left_s": self._left_s(live, rate) if rate else None,
                 "values": _plain_values(live.values),
             }
         elif newest is not None:
@@ -288,103 +239,74 @@ class StatusModel:
         return _rounded((fraction + rest) * live.total / rate) if live.phase == "train" else None
 
 
-def _hosts(workers: Sequence[tuple[WorkerStatus, _Heartbeats | None]], now: float) -> Document:
-    """Return the workers by host and, if they are not too many, one by one."""
-    by_host: dict[str, list[tuple[WorkerStatus, _Heartbeats | None]]] = {}
-    for worker, heard in workers:
-        by_host.setdefault(worker.host, []).append((worker, heard))
-    rows = [_host_row(host, here, now) for host, here in by_host.items()]
-    rows.sort(key=lambda row: (row["first_rank"] is None, row["first_rank"] or 0, row["host"]))
-    few = len(workers) <= MOST_WORKERS
-    ordered = sorted(workers, key=lambda each: (each[0].rank is None, each[0].rank or 0, each[0].worker))
-    return {
-        "hosts": {"count": len(rows), "rows": rows[:MOST_HOSTS]},
-        "workers": {
-            "count": len(workers),
-            "rows": [_worker_row(*each, now) for each in ordered] if few else [],
-        },
-    }
-
-
-def _host_row(host: str, workers: Sequence[tuple[WorkerStatus, _Heartbeats | None]], now: float) -> Document:
-    rates = [rate for worker, heard in workers if (rate := _rate(worker, heard, now)) is not None]
-    ages = [now - heard.heard_at for _, heard in workers if heard is not None]
-    blocked = [worker.blocked_s for worker, _ in workers if worker.blocked_s is not None]
-    ranks = [worker.rank for worker, _ in workers if worker.rank is not None]
-    states = Counter(worker.state for worker, _ in workers)
-    return {
-        "host": _cut(host, MOST_NAME),
-        "first_rank": min(ranks, default=None),
-        "executors": len({worker.executor for worker, _ in workers}),
-        "workers": len(workers),
-        "training": states[TRAINING],
-        "states": dict(states),
-        "steps_per_s": _rounded(sum(rates) / len(rates)) if rates else None,
-        "heartbeat_age_s": _rounded(max(ages)) if ages else None,
-        "blocked_s": _rounded(max(blocked)) if blocked else None,
-    }
-
-
 def _worker_row(worker: WorkerStatus, heard: _Heartbeats | None, now: float) -> Document:
-    rate = _rate(worker, heard, now)
+    rate = None
+    if heard is not None and worker.state == TRAINING and now - heard.heard_at <= Speed.WINDOW_S:
+        rate = heard.speed.rate
     return {
         "worker": worker.worker,
         "rank": worker.rank,
-        "host": _cut(worker.host, MOST_NAME),
-        "executor": _cut(worker.executor, MOST_NAME),
+        "host": cut(worker.host, MOST_NAME),
+        "executor": cut(worker.executor, MOST_NAME),
         "state": worker.state,
-        "steps": None if heard is None else heard.steps,
-        "steps_per_s": None if rate is None else _rounded(rate),
+        "steps": heard and heard.steps,
+        "steps_per_s": _rounded(rate),
         "heartbeat_age_s": None if heard is None else _rounded(now - heard.heard_at),
-        "blocked_s": None if worker.blocked_s is None else _rounded(worker.blocked_s),
+        "blocked_s": _rounded(worker.blocked_s),
     }
 
 
-def _rate(worker: WorkerStatus, heard: _Heartbeats | None, now: float) -> float | None:
-    """Return the steps a second of a worker; None: it does not train, is silent, or the rate is not known yet."""
-    if heard is None or worker.state != TRAINING or now - heard.heard_at > Speed.WINDOW_S:
-        return None
-    return heard.speed.rate
+def _hosts(workers: Sequence[Document]) -> Document:
+    by_host: dict[str, list[Document]] = {}
+    for row in workers:
+        by_host.setdefault(row["host"], []).append(row)
+    rows = []
+    for host, here in by_host.items():
+        known = {
+            field: [row[field] for row in here if row[field] is not None]
+            for field in ("rank", "steps_per_s", "heartbeat_age_s", "blocked_s")
+        }
+        states = Counter(row["state"] for row in here)
+        rates = known["steps_per_s"]
+        rows.append(
+            {
+                "host": host,
+                "first_rank": min(known["rank"], default=None),
+                "executors": len({row["executor"] for row in here}),
+                "workers": len(here),
+                "training": states[TRAINING],
+                "states": dict(states),
+                "steps_per_s": _rounded(sum(rates) / len(rates)) if rates else None,
+                "heartbeat_age_s": max(known["heartbeat_age_s"], default=None),
+                "blocked_s": max(known["blocked_s"], default=None),
+            }
+        )
+    rows.sort(key=lambda row: (row["first_rank"] is None, row["first_rank"] or 0, row["host"]))
+    return {"count": len(rows), "rows": rows[:MOST_HOSTS]}
 
 
 def _events(changes: Sequence[MembershipChange]) -> Document:
-    newest, restarts = changes[-MOST_EVENTS:], sum(change.restarted for change in changes)
+    restarts = sum(change.restarted for change in changes)
     return {
-        "events": {
-            "count": len(changes),
-            "kinds": dict(Counter(change.kind for change in changes)),
-            "steps_lost": None if restarts else sum(change.steps_lost or 0 for change in changes),
-            "restarts": restarts,
-            "pause_s": _rounded(sum(change.pause_s or 0.0 for change in changes)),
-            "rows": [
-                {
-                    "time": _rounded(change.at),
-                    "kind": change.kind,
-                    "text": _cut(str(change), MOST_TEXT),
-                    "before": change.before,
-                    "after": change.after,
-                    "pause_s": None if change.pause_s is None else _rounded(change.pause_s),
-                    "steps_lost": change.steps_lost,
-                    "lasted_s": None if change.lasted_s is None else _rounded(change.lasted_s),
-                }
-                for change in newest
-            ],
-        }
+        "count": len(changes),
+        "kinds": dict(Counter(change.kind for change in changes)),
+        "steps_lost": None if restarts else sum(change.steps_lost or 0 for change in changes),
+        "restarts": restarts,
+        "pause_s": _rounded(sum(change.pause_s or 0.0 for change in changes)),
+        "rows": [
+            {
+                "time": _rounded(change.at),
+                "kind": change.kind,
+                "text": cut(str(change), MOST_TEXT),
+                "before": change.before,
+                "after": change.after,
+                "pause_s": _rounded(change.pause_s),
+                "steps_lost": change.steps_lost,
+                "lasted_s": _rounded(change.lasted_s),
+            }
+            for change in changes[-MOST_EVENTS:]
+        ],
     }
-
-
-def thin_epochs(epochs: Sequence[EpochEnded], most: int) -> list[EpochEnded]:
-    """Return at most `most` epochs, evenly spread, so that the extremes of the loss remain visible.
-
-    Of each stretch, the epochs with the smallest and the largest value of the first column are kept; the first and
-    the last epoch always are.
-    """
-
-    def ends(stretch: Sequence[EpochEnded]) -> list[EpochEnded]:
-        kept = {min(stretch, key=_first_value).epoch, max(stretch, key=_first_value).epoch}
-        return [each for each in stretch if each.epoch in kept]
-
-    return _thin(epochs, most, ends)
 
 
 def _first_value(message: EpochEnded) -> float:
@@ -392,36 +314,24 @@ def _first_value(message: EpochEnded) -> float:
     return value if math.isfinite(value) else math.inf
 
 
-def _thin_steps(points: Sequence[tuple[float, int]], most: int) -> list[tuple[float, int]]:
-    """Return at most `most` points of a step function: of each stretch the smallest size and the last one."""
-
-    def ends(stretch: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-        smallest = min(stretch, key=lambda point: point[1])
-        return [smallest] if smallest == stretch[-1] else [smallest, stretch[-1]]
-
-    return _thin(points, most, ends)
-
-
-def _thin(all_of: Sequence[T], most: int, ends: Callable[[Sequence[T]], list[T]]) -> list[T]:
-    """Return the first, the last, and of each of `most // 2 - 1` stretches between them its two `ends`."""
+def _thin(all_of: Sequence[T], most: int, key: Callable[[T], float]) -> list[T]:
+    """Return at most `most`: the first, the last, and of each stretch between them the smallest and the largest."""
     if len(all_of) <= most:
         return list(all_of)
-    stretches, inner = most // 2 - 1, all_of[1:-1]
-    kept = [all_of[0]]
+    stretches, inner = most // 2 - 1, len(all_of) - 2
+    kept = {0, len(all_of) - 1}
     for number in range(stretches):
-        kept += ends(inner[number * len(inner) // stretches : (number + 1) * len(inner) // stretches])
-    return [*kept, all_of[-1]]
+        stretch = range(1 + number * inner // stretches, 1 + (number + 1) * inner // stretches)
+        by_key = sorted(stretch, key=lambda index: key(all_of[index]))  # of equal ones the first and the last
+        kept |= {by_key[0], by_key[-1]}
+    return [all_of[index] for index in sorted(kept)]
 
 
 def _plain_values(values: Mapping[str, float]) -> dict[str, float | None]:
     """Return values that JSON can express: None for NaN and infinity."""
     few = list(values.items())[:MOST_VALUES]
-    return {_cut(name, MOST_NAME): float(f"{value:.6g}") if math.isfinite(value) else None for name, value in few}
+    return {cut(name, MOST_NAME): float(f"{value:.6g}") if math.isfinite(value) else None for name, value in few}
 
 
-def _rounded(value: float) -> float:
-    return round(value, 3)
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)

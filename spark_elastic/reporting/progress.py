@@ -16,8 +16,7 @@ USUAL_START_S = 20.0  # how long workers usually take to start; after that, the 
 SPOKEN_OF = 0.25  # the part of a timeout that passes before it is spoken of
 LINE_WIDTH = 80  # columns of a line about the job
 LOOK_AT_CLUSTER_S = 2.0  # how often a waiting job asks about the cluster
-OWN_LOOP_S = 3.0
-"""After this time without a message of an estimator's training, the steps of the user's own loop are shown."""
+OWN_LOOP_S = 3.0  # without a message of an estimator's training for this time, the user's own loop is shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,6 @@ class View:
     values: Mapping[str, float] = field(default_factory=dict)  # measured values by name
     workers: int = 0  # 0: not shown
     rate: float | None = None  # units a second; None: not known yet
-    seconds: float = 0.0  # time since the task began
     waiting: str = ""  # what is waited for; shown in place of the progress
     left_s: float | None = None  # how long the wait may still take
 
@@ -40,17 +38,9 @@ class View:
         """The done part of the whole; 0 if the total is not known."""
         return min(self.done / self.total, 1.0) if self.total else 0.0
 
-    @property
-    def eta_s(self) -> float | None:
-        """Seconds until it is done at this rate; None: not known, or done."""
-        return (self.total - self.done) / self.rate if self.done < self.total and self.rate else None
-
 
 class ProgressModel:
-    """Holds what a job's progress bar shows. The driver's thread updates it; the thread that prints reads it.
-
-    All times are of a clock that does not go back.
-    """
+    """What a progress bar shows: the driver's thread updates it, another one reads it. Times are monotonic."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -63,15 +53,12 @@ class ProgressModel:
         #: What is waited for (None: nothing), until when at most, and since when.
         self._wait: tuple[Wait | None, float | None, float] = (None, None, 0.0)
         self._next_line: float | None = None
-        #: The deadline of the wait, and when it was set.
-        self._timeout: tuple[float, float] | None = None
-        self.imports = "torch"
-        """The package that takes the workers the longest to import."""
+        self._deadline: float | None = None  # the deadline of the newest wait that had one
+        self._timed_since = 0.0  # when that was set
+        self.imports = "torch"  # the package that takes the workers the longest to import
+        #: Describes the cluster during a wait. The thread that prints calls it.
         self.describe_cluster: Callable[[], str] | None = None
-        """A function that describes the cluster during a wait. The thread that prints calls it."""
         self._cluster = ("", 0.0)  # the newest answer of `describe_cluster`, and when to ask again
-
-    # --- input --------------------------------------------------------------------------------------
 
     def live(self, message: LiveProgress, now: float) -> None:
         """Store the progress within an epoch."""
@@ -118,8 +105,8 @@ class ProgressModel:
         with self._lock:
             if (wait, deadline) != self._wait[:2]:
                 self._wait = (wait, deadline, now)
-                if deadline is not None and (self._timeout is None or abs(self._timeout[0] - deadline) > 1.0):
-                    self._timeout = (deadline, now)
+                if deadline is not None and (self._deadline is None or abs(self._deadline - deadline) > 1.0):
+                    self._deadline, self._timed_since = deadline, now
                 self._next_line = now if _is_start(wait) else now + WAIT_S
 
     def look_at_cluster(self, now: float) -> None:
@@ -132,8 +119,6 @@ class ProgressModel:
         except Exception:  # Spark may be about to end
             words = ""
         self._cluster = (words, now + LOOK_AT_CLUSTER_S)
-
-    # --- output -------------------------------------------------------------------------------------
 
     def view(self, now: float) -> View | None:
         """Return what the bar shows; None: there is nothing to show."""
@@ -157,11 +142,10 @@ class ProgressModel:
 
     def _left_s(self, now: float) -> float | None:
         """Return what is left of the wait's timeout; None without one, and as long as most of it is left."""
-        deadline = self._wait[1]
-        if deadline is None or self._timeout is None:
+        deadline, begin = self._wait[1], self._timed_since
+        if deadline is None or now - begin < SPOKEN_OF * (deadline - begin):
             return None
-        begin = self._timeout[1]
-        return deadline - now if now - begin >= SPOKEN_OF * (deadline - begin) else None
+        return deadline - now
 
     def line(self, now: float, bar: bool) -> str | None:
         """Return the log line that is due now, or None. `bar`: a progress bar is visible beside the log."""
@@ -173,9 +157,6 @@ class ProgressModel:
             if view is None or (bar and not (view.waiting and WAIT_S <= now - self._wait[2] < LINE_EVERY_S)):
                 return None
             return plain_line(view)
-
-
-# --- texts ----------------------------------------------------------------------------------------
 
 
 def right_of_bar(view: View, width: int) -> str:
@@ -211,26 +192,22 @@ def plain_line(view: View) -> str:
 
 def _measured(view: View) -> tuple[list[str], str, str, str]:
     """Return the texts of the values, the workers, the rate and the time left; "" for what is not known."""
-    values = [f"{name} {number(value)}" for name, value in view.values.items()]
+    values = [f"{name} {value:.4g}" for name, value in view.values.items()]
     workers = counted(view.workers, "worker") if view.workers else ""
     rate = "" if view.rate is None else f"{short(view.rate)} {view.unit}/s"
-    return values, workers, rate, "" if view.eta_s is None else f"{clock(view.eta_s)} left"
+    eta = f"{clock((view.total - view.done) / view.rate)} left" if view.done < view.total and view.rate else ""
+    return values, workers, rate, eta
 
 
 def epoch_line(epoch: int, epochs: int, seconds: float, values: Mapping[str, float]) -> str:
     """Return the line about an epoch that has ended; `epoch` counts from 0."""
-    said = "  ".join(f"{name} {number(value)}" for name, value in values.items())
+    said = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
     return f"epoch {epoch + 1}/{epochs}  {said}  {seconds:.1f} s"
 
 
 def stop_line(ended: int, epochs: int, reason: str) -> str:
     """Return the line about a training that a callback has stopped after `ended` of its epochs."""
     return f"spark_elastic: training was stopped after epoch {ended}/{epochs}: {reason}"
-
-
-def number(value: float) -> str:
-    """Format a measured value: 0.31234 -> "0.3123"."""
-    return f"{value:.4g}"
 
 
 def short(value: float) -> str:
@@ -243,8 +220,7 @@ def short(value: float) -> str:
 
 def clock(seconds: float) -> str:
     """Format a duration: 75 -> "1:15"."""
-    whole = round(seconds)
-    minutes, rest = divmod(whole, 60)
+    minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
@@ -254,16 +230,15 @@ def wrapped(text: str, width: int = LINE_WIDTH) -> str:
     Double spaces separate parts, such as a name and its value. A line that is too long with them gets single ones, and
     is broken between its parts.
     """
-    return "\n".join(line if len(line) <= width else _broken(line, width) for line in text.splitlines())
-
-
-def _broken(line: str, width: int) -> str:
-    parts = line.split("  ")
-    glued = parts if len(parts) == 1 else [part.replace(" ", "\0") for part in parts]
-    filled = textwrap.fill(
-        " ".join(glued), width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-    )
-    return filled.replace("\0", " ")
+    filler = textwrap.TextWrapper(width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    lines = []
+    for line in text.splitlines():
+        if len(line) > width:
+            parts = line.split("  ")
+            glued = parts if len(parts) == 1 else [part.replace(" ", "\0") for part in parts]
+            line = filler.fill(" ".join(glued)).replace("\0", " ")
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _is_start(wait: Wait) -> bool:

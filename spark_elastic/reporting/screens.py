@@ -21,12 +21,10 @@ NARROWEST_BAR, WIDEST_BAR = 6, 24
 
 
 class Screen:
-    """Draws a bar, and keeps it apart from printed lines. The base class draws nothing."""
+    """Draws a bar, and keeps it apart from printed lines. The base class draws none: the stream cannot be redrawn."""
 
-    live = False
-    """True if `show` draws something."""
-    to_stdout = False
-    """True if lines about the job are better printed on stdout than on stderr."""
+    live = False  # True if `show` draws something
+    to_stdout = False  # True if lines about the job are better printed on stdout than on stderr
 
     @property
     def columns(self) -> int:
@@ -44,16 +42,12 @@ class Screen:
         """Remove the bar, until it is shown again."""
 
 
-class PlainScreen(Screen):
-    """Draws no bar, where the stream cannot be redrawn."""
-
-
 def screen_for(stream: TextIO | None) -> Screen:
     """Return the screen for a stream; None: for this process's notebook, or else its stderr."""
     if stream is None and in_notebook():
         return NotebookScreen()
     target = stream if stream is not None else sys.stderr
-    return TerminalScreen(stream) if is_terminal(target) else PlainScreen()
+    return TerminalScreen(stream) if is_terminal(target) else Screen()
 
 
 def is_terminal(stream: Any) -> bool:
@@ -87,25 +81,26 @@ class TerminalScreen(Screen):
         self._bar: Any = None
 
     @property
+    def _file(self) -> TextIO:
+        return self._stream if self._stream is not None else sys.stderr
+
+    @property
     def columns(self) -> int:
-        file = self._stream if self._stream is not None else sys.stderr
         try:
-            return max(LINE_WIDTH, os.get_terminal_size(file.fileno()).columns)
+            return max(LINE_WIDTH, os.get_terminal_size(self._file.fileno()).columns)
         except (OSError, ValueError):  # it is closed, or only pretends to be a terminal
             return LINE_WIDTH
 
     def show(self, view: View) -> None:
         if self._bar is None:
-            file = self._stream if self._stream is not None else sys.stderr
-            self._bar = _Bar(total=1, file=file, leave=False, dynamic_ncols=True, mininterval=0, bar_format=" ")
+            self._bar = _Bar(total=1, file=self._file, leave=False, dynamic_ncols=True, mininterval=0, bar_format=" ")
         width = (self._bar.format_dict["ncols"] or 80) - 1
         self._bar.total, self._bar.n = view.total or 1, view.done if view.total else 0
         self._bar.bar_format = layout(view, width)
         self._bar.refresh()
 
     def lines(self, write: Callable[[], None]) -> None:
-        file = self._stream if self._stream is not None else sys.stderr
-        with _Bar.external_write_mode(file=file):
+        with _Bar.external_write_mode(file=self._file):
             write()
 
     def clear(self) -> None:
@@ -122,15 +117,14 @@ def layout(view: View, width: int) -> str:
     """Return a line of at most `width` characters, as tqdm's bar_format."""
     title = cut(view.title, width // 2)
     if view.waiting or not view.total:
-        begin = f"{title}  " if title else ""
-        return _literal(f"{begin}{right_of_bar(view, width - len(begin))}")
-    bar = max(NARROWEST_BAR, min(WIDEST_BAR, (width - len(title)) // 8))
-    right = right_of_bar(view, width - len(title) - bar - 10)
-    return f"{_literal(title)} {view.fraction:4.0%} |{{bar:{bar}}}| {_literal(right)}"
-
-
-def _literal(text: str) -> str:
-    return text.replace("{", "{{").replace("}", "}}")
+        left, bar = f"{title}  " if title else "", ""
+        right = right_of_bar(view, width - len(left))
+    else:
+        columns = max(NARROWEST_BAR, min(WIDEST_BAR, (width - len(title)) // 8))
+        left, bar = f"{title} {view.fraction:4.0%} |", f"{{bar:{columns}}}| "
+        right = right_of_bar(view, width - len(title) - columns - 10)
+    left, right = (text.replace("{", "{{").replace("}", "}}") for text in (left, right))
+    return f"{left}{bar}{right}"
 
 
 class NotebookScreen(Screen):
@@ -142,8 +136,7 @@ class NotebookScreen(Screen):
 
     def __init__(self) -> None:
         self._handle: Any = None
-        #: A wait is shown, not progress.
-        self._waits = False
+        self._waits = False  # a wait is shown, not progress
 
     def show(self, view: View) -> None:
         from IPython.display import display

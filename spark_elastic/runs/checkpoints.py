@@ -15,33 +15,28 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spark_elastic import clock
-from spark_elastic.data.manifest import seal, unseal
+from spark_elastic.data.manifest import names_in, seal, typed, unseal, whole_number
+from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, RunTakenError
 from spark_elastic.redaction import redacted
-
-if TYPE_CHECKING:
-    from spark_elastic.data.store import Store
-    from spark_elastic.runs.lease import Fence
+from spark_elastic.runs.lease import Fence
 
 log = logging.getLogger("spark_elastic.runs")
 
 FORMAT = "spark_elastic.checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "checkpoint.json"
-CHECKPOINTS = "checkpoints"
-"""In a run's folder: the folder of its checkpoints."""
+CHECKPOINTS = "checkpoints"  # in a run's folder: the folder of its checkpoints
 READ_PAUSES_S = (0.5, 1.0, 2.0, 4.0)  # between the attempts to read a file
 SLOW_S = 30.0  # a write that takes longer is shown, and again after twice the time
 PATIENCE_S = 2.0
 CLOSE_S = 30.0  # how long `close` waits for a write
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-_FACTS = {"step": int, "epoch": int, "position": int, "best": list, "token": int}
+_NUMBERS = ("step", "epoch", "position", "token")
 _FILE_NAME = re.compile(r"[\w-][\w.-]{0,199}", re.ASCII)
-_TYPES = {**_FACTS, "document": dict, "files": dict}
-"""The types of the manifest's fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +81,8 @@ class Checkpoints:
         self.store = store
         self._fence = fence
         self._pause = pause
-        self._sound: set[str] = set()
-        """Names of checkpoints whose files were read and had the right checksums."""
-        self._unreadable: set[str] = set()
-        """Names of checkpoints of which the storage did not say what is in them: they may be intact."""
+        self._sound: set[str] = set()  # names of checkpoints whose files were read and had the right checksums
+        self._unreadable: set[str] = set()  # names of those that the storage did not let be read: they may be intact
 
     def newest_token(self) -> int:
         """Return the largest token among the present checkpoints; 0 if there is none."""
@@ -180,26 +173,23 @@ class Checkpoints:
         kept: list[str] = []
         followed: set[str] = set()
         for facts in reversed(self.complete()):
-            wanted = len(kept) < newest or not followed.issuperset(facts.best)
-            if wanted and self._is_sound(facts.name):
-                kept.append(facts.name)
-                followed.update(facts.best)
+            if len(kept) >= newest and followed.issuperset(facts.best):
+                continue
+            try:
+                if facts.name not in self._sound:
+                    self._checked(facts.name)
+            except CheckpointError as error:
+                self._note(facts.name, error)
+                log.warning("%s; not counted among the checkpoints to keep", error)
+                continue
+            self._sound.add(facts.name)
+            kept.append(facts.name)
+            followed.update(facts.best)
         for name in self._names():
             if kept and age_of(name) < age_of(kept[0]) and name not in (*kept, *self._unreadable):
                 self._check_fence()
                 self.store.delete(f"{name}/{MANIFEST}")  # first, so that the rest never looks complete
                 self.store.delete(name)
-
-    def _is_sound(self, name: str) -> bool:
-        if name not in self._sound:
-            try:
-                self._checked(name)
-            except CheckpointError as error:
-                self._note(name, error)
-                log.warning("%s; not counted among the checkpoints to keep", error)
-                return False
-            self._sound.add(name)
-        return True
 
     def _note(self, name: str, error: CheckpointError) -> None:
         if getattr(error, "unreadable", False):
@@ -230,7 +220,6 @@ class Checkpoints:
             return True
 
     def _names(self) -> list[str]:
-        """Return the names of all checkpoints, complete or not, oldest first."""
         entries = self.store.list()
         return sorted((entry.path.rstrip("/").rpartition("/")[2] for entry in entries if entry.is_dir), key=age_of)
 
@@ -251,37 +240,32 @@ class Checkpoints:
 
     def _manifest(self, name: str) -> dict[str, Any]:
         """Return the manifest. Raises `CheckpointError`, naming the field, if it is damaged or of another version."""
-        where = f"checkpoint {name} in {self.store}"
         text = self._read(self.store.read_bytes, name, MANIFEST)
         try:
             manifest = unseal(text)
+            if manifest.get("format") != FORMAT:
+                raise CheckpointError(f"{name} in {self.store} is not a checkpoint of this package")
+            if manifest.get("version") != FORMAT_VERSION:
+                version = f"{manifest.get('version')!r:.40}"
+                raise CheckpointError(f"checkpoint {name} has version {version}; this package reads {FORMAT_VERSION}")
+            for field in _NUMBERS:
+                whole_number(manifest.get(field), field)
+            names_in(manifest, "best")
+            typed(manifest, "document", dict)
+            for file, facts in typed(manifest, "files", dict).items():
+                numbers = isinstance(facts, list) and len(facts) == 2 and all(type(number) is int for number in facts)
+                if not numbers or not _FILE_NAME.fullmatch(file):
+                    raise ValueError(f"files has {file!r:.80}: {facts!r:.80}")
         except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            where = f"checkpoint {name} in {self.store}"
             raise CheckpointError(f"{where} is incomplete or damaged: {MANIFEST}: {error}") from error
-        if manifest.get("format") != FORMAT:
-            raise CheckpointError(f"{name} in {self.store} is not a checkpoint of this package")
-        if manifest.get("version") != FORMAT_VERSION:
-            raise CheckpointError(
-                f"checkpoint {name} has version {manifest.get('version')!r:.40}; this package reads {FORMAT_VERSION}"
-            )
-        for field, kind in _TYPES.items():
-            if type(manifest.get(field)) is not kind:
-                raise CheckpointError(
-                    f"{where} is damaged: {MANIFEST}: {field} is {manifest.get(field)!r:.80}, not of {kind.__name__}"
-                )
-        if not all(isinstance(each, str) for each in manifest["best"]):
-            raise CheckpointError(
-                f"{where} is damaged: {MANIFEST}: best is {manifest['best']!r:.80}, not a list of names"
-            )
-        for file, facts in manifest["files"].items():
-            numbers = isinstance(facts, list) and len(facts) == 2 and all(type(number) is int for number in facts)
-            if not numbers or not _FILE_NAME.fullmatch(file):
-                raise CheckpointError(f"{where} is damaged: {MANIFEST}: files has {file!r:.80}: {facts!r:.80}")
         return manifest
 
 
 def _facts_in(name: str, manifest: Mapping[str, Any]) -> CheckpointFacts:
-    facts = {field: manifest[field] for field in _FACTS}
-    return CheckpointFacts(name, **{**facts, "best": tuple(facts["best"])})
+    return CheckpointFacts(name, **{field: manifest[field] for field in _NUMBERS}, best=tuple(manifest["best"]))
 
 
 class CheckpointWriter:
@@ -305,8 +289,7 @@ class CheckpointWriter:
         self._keep = keep
         self._notify = notify
         self._now = now
-        self.fenced: RunTakenError | None = None
-        """Set once another driver has taken over the run; nothing more is written then."""
+        self.fenced: RunTakenError | None = None  # set once another driver has the run: nothing more is written
         self._changed = threading.Condition()
         self._waiting: dict[tuple[str, ...], tuple[int, Callable[[], Contents]]] = {}
         """By the values of which it is the best: the step and the contents. In the order of their submission."""
@@ -324,7 +307,10 @@ class CheckpointWriter:
     def submit(self, contents: Callable[[], Contents], step: int = 0, best: tuple[str, ...] = ()) -> None:
         """Queue a checkpoint, whose contents are made on the writer's thread."""
         with self._changed:
-            while best in self._waiting and self._is_patient():
+            # nobody waits for a write that takes long
+            while best in self._waiting and (
+                self._writing is None or self._now() - self._writing[1] < self._patience_s
+            ):
                 self._changed.wait(0.1)
             left_out = self._waiting.pop(best, None)
             self._waiting[best] = (step, contents)
@@ -335,17 +321,10 @@ class CheckpointWriter:
             self._thread = threading.Thread(target=self._work, name="spark-elastic-checkpoints", daemon=True)
             self._thread.start()
 
-    def _is_patient(self) -> bool:
-        return self._writing is None or self._now() - self._writing[1] < self._patience_s
-
     def watch(self) -> None:
         """Show that a write takes long. To be called again and again while others work or wait."""
-        writing = self._writing
-        if writing is None:
-            return
-        step, since = writing
-        seconds = self._now() - since
-        if seconds >= self._next_notice_s:
+        step, since = self._writing or (0, self._now())
+        if (seconds := self._now() - since) >= self._next_notice_s:
             self._next_notice_s = 2 * seconds
             self._notify(
                 f"the checkpoint of step {step} has been being written to {self._checkpoints.store} for "
@@ -401,7 +380,17 @@ class CheckpointWriter:
                 if failing:
                     self._notify("checkpoints can be written again")
                 failing = False
-                keeps_all = not self._removes_older(notify=not keeps_all)
+                try:
+                    self._checkpoints.keep(self._keep)
+                    keeps_all = False
+                except RunTakenError:
+                    raise
+                except Exception as error:  # a storage in which a file is written once, say
+                    log.warning("older checkpoints could not be removed: %s", redacted(error))
+                    if not keeps_all:
+                        why = first_line(error)
+                        self._notify(f"older checkpoints could not be removed, and stay ({why}); training continues")
+                    keeps_all = True
             except RunTakenError as error:
                 self._error = self.fenced = error
             except Exception as error:  # a failure of the storage must not end the training
@@ -410,20 +399,6 @@ class CheckpointWriter:
                 if not failing:
                     self._notify(f"a checkpoint could not be written ({first_line(error)}); training continues")
                 failing = True
-
-    def _removes_older(self, notify: bool) -> bool:
-        """Remove the checkpoints that need not be kept; return whether the storage allows it."""
-        try:
-            self._checkpoints.keep(self._keep)
-        except RunTakenError:
-            raise
-        except Exception as error:  # a storage in which a file is written once, say
-            log.warning("older checkpoints could not be removed: %s", redacted(error))
-            if notify:
-                why = first_line(error)
-                self._notify(f"older checkpoints could not be removed, and stay ({why}); training continues")
-            return False
-        return True
 
 
 def first_line(error: Exception) -> str:

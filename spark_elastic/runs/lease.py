@@ -43,10 +43,8 @@ from spark_elastic.redaction import redacted
 
 OWNERS = "owners"
 BEAT_S = 10.0
-LEASE_S = 60.0
-"""A driver without a heartbeat for this time may be replaced."""
-WATCH_S = 2.5 * BEAT_S
-"""Shortest time that a lease is watched before it is taken over, because the clocks of two hosts may differ."""
+LEASE_S = 60.0  # a driver without a heartbeat for this time may be replaced
+WATCH_S = 2.5 * BEAT_S  # a lease is watched as long before it is taken over, because the clocks of two hosts may differ
 _POLL_S = 0.5
 _MAX_RIVALS = 8
 _JSON_TYPES = {"float": ("float", "int")}
@@ -76,10 +74,7 @@ class ProcessIdentity:
         return cls(host, machine, os.getpid(), started_of(os.getpid()), sys.argv[0] if sys.argv else "")
 
     def is_dead(self, seen_from: ProcessIdentity) -> bool:
-        """Return whether this process is known to have ended; only its own machine can know.
-
-        /proc may hide processes of other users (hidepid, containers): a process that cannot be seen counts as alive.
-        """
+        """Return whether its own machine sees that the process has ended; hidden processes count as alive."""
         if self.machine != seen_from.machine:
             return False
         try:
@@ -169,8 +164,7 @@ class RunLease:
         self._patience_s = patience_s
         self._lock = threading.Lock()
         self._lost: RunTakenError | None = None
-        self._there_at = clock.monotonic()
-        """When the run's folder was there last."""
+        self._there_at = clock.monotonic()  # when the run's folder was there last
         self._on_taken: Callable[[str], None] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_beating, name="spark_elastic run lease", daemon=True)
@@ -184,10 +178,7 @@ class RunLease:
 
     @contextmanager
     def on_taken(self, callback: Callable[[str], None]) -> Iterator[None]:
-        """Call `callback(reason)` once if another driver takes over the run while the block runs.
-
-        The block then ends with `RunTakenError`, which replaces any other error.
-        """
+        """Call `callback(reason)` if another driver takes the run in the block, which ends with `RunTakenError`."""
         with self._lock:
             self._on_taken = callback
             lost = self._lost
@@ -206,12 +197,6 @@ class RunLease:
             with self._lock:
                 self._on_taken = None
 
-    def beat(self, now: float) -> None:
-        """Send a heartbeat. Raises `RunTakenError` if another driver has taken over the run."""
-        self.fence.check()
-        self._owner = replace(self._owner, beat=self._owner.beat + 1, beat_at=now)
-        _write(self._run, self._owner)
-
     def give_back(self) -> None:
         """End the lease. The file stays, so that the next token is larger."""
         self._stop.set()
@@ -227,7 +212,9 @@ class RunLease:
     def _keep_beating(self) -> None:
         while not self._stop.wait(self._beat_s):
             try:
-                self.beat(clock.wall())
+                self.fence.check()
+                self._owner = replace(self._owner, beat=self._owner.beat + 1, beat_at=clock.wall())
+                _write(self._run, self._owner)
                 self._there_at = clock.monotonic()
             except RunTakenError as error:
                 self._end(error)
@@ -250,8 +237,7 @@ class RunLease:
 
 
 _held: dict[str, RunLease] = {}
-_live: set[str] = set()
-"""Names of the leases of this process that have not ended, whatever their files say."""
+_live: set[str] = set()  # names of the leases of this process that have not ended, whatever their files say
 
 
 def lease_of(run: Store) -> RunLease | None:
@@ -260,27 +246,21 @@ def lease_of(run: Store) -> RunLease | None:
 
 
 @contextmanager
-def held_run(run: Store, known_token: int = 0) -> Iterator[RunLease]:
-    """Hold the run while the block runs. Raises `RunTakenError`, naming the other driver, if one holds it.
+def opened_run(run: Store, known_token: int = 0) -> Iterator[RunLease]:
+    """Hold the run while the block runs, and remove files that killed drivers have not completed.
 
-    `known_token` is the largest token in the run's checkpoints.
+    `known_token` is the largest token in the run's checkpoints. Raises `RunTakenError`, naming the other driver, if one
+    holds it.
     """
     lease = RunLease(run, acquire(run, known_token), BEAT_S)
     _held[run.address] = lease
     try:
+        lease.check()
+        run.delete_unfinished()
         yield lease
     finally:
         _held.pop(run.address, None)
         lease.give_back()
-
-
-@contextmanager
-def opened_run(run: Store, known_token: int) -> Iterator[RunLease]:
-    """Hold the run as `held_run` does, and remove files that killed drivers have not completed."""
-    with held_run(run, known_token) as lease:
-        lease.check()
-        run.delete_unfinished()
-        yield lease
 
 
 def acquire(
@@ -292,21 +272,39 @@ def acquire(
     monotonic: Callable[[], float] = clock.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> Owner:
-    """Take the run as soon as it is free, or its owner has sent no heartbeat for `LEASE_S`.
-
-    Raises `RunTakenError` if another driver holds the run, or takes it at the same time.
-    """
+    """Take the run once it is free, or its owner was silent for `LEASE_S`. Raise `RunTakenError` if a driver has it."""
     me = ProcessIdentity.this() if me is None else me
     watched: dict[str, tuple[Owner | None, float]] = {}
+
+    def is_free(name: str) -> bool:
+        """Return whether the newest lease has ended. Raises `RunTakenError` if its owner is alive."""
+        found, now = _read(run, name), monotonic()
+        if found is not None and (found.released or found.process.is_dead(me)):
+            return True
+        if found is not None and (found.process.machine, found.process.pid) == (me.machine, me.pid):
+            if name not in _live:  # it ended, but the storage did not accept its last write
+                return True
+            raise _taken(run, found, wall())
+        if name not in watched:
+            watched[name] = (found, now)
+            log.warning(
+                "the run in %s was taken by %s; waiting up to %.0f s for a heartbeat before it is taken over",
+                run.url,
+                found or "another driver",
+                _patience_s(found, wall()),
+            )
+        first, since = watched[name]
+        if found is not None and first is not None and found.beat != first.beat:
+            raise _taken(run, found, wall())
+        return now - since >= _patience_s(first, wall() - (now - since))
+
     rivals = 0
     while True:
         name = next(reversed(_names(run)), None)
-        if name is not None:
-            found = _read(run, name)
-            if not _is_free(name, found, me, watched, wall(), monotonic(), run):
-                pause(_POLL_S)
-                continue
-        token = max(known_token, 0 if name is None else _token(name)) + 1
+        if name is not None and not is_free(name):
+            pause(_POLL_S)
+            continue
+        token = max(known_token, _token(name or "0")) + 1
         mine = Owner(token, f"{token:06d}-{uuid.uuid4().hex}.json", me, wall(), 0, wall())
         _live.add(mine.name)
         with contextlib.ExitStack() as withdrawal:
@@ -325,36 +323,6 @@ def acquire(
         pause(random.uniform(0.1, 2.0))
 
 
-def _is_free(
-    name: str,
-    found: Owner | None,
-    me: ProcessIdentity,
-    watched: dict[str, tuple[Owner | None, float]],
-    wall: float,
-    monotonic: float,
-    run: Store,
-) -> bool:
-    """Return whether the newest lease has ended. Raises `RunTakenError` if its owner is alive."""
-    if found is not None and (found.released or found.process.is_dead(me)):
-        return True
-    if found is not None and (found.process.machine, found.process.pid) == (me.machine, me.pid):
-        if name not in _live:  # it ended, but the storage did not accept its last write
-            return True
-        raise _taken(run, found, wall)
-    if name not in watched:
-        watched[name] = (found, monotonic)
-        log.warning(
-            "the run in %s was taken by %s; waiting up to %.0f s for a heartbeat before it is taken over",
-            run.url,
-            found or "another driver",
-            _patience_s(found, wall),
-        )
-    first, since = watched[name]
-    if found is not None and first is not None and found.beat != first.beat:
-        raise _taken(run, found, wall)
-    return monotonic - since >= _patience_s(first, wall - (monotonic - since))
-
-
 def _patience_s(found: Owner | None, wall: float) -> float:
     """Return how long to watch a lease that was found at `wall`."""
     return LEASE_S if found is None else max(WATCH_S, min(LEASE_S, LEASE_S - (wall - found.beat_at)))
@@ -369,7 +337,6 @@ def _taken(run: Store, owner: Owner, wall: float) -> RunTakenError:
 
 
 def _names(run: Store) -> list[str]:
-    """Return the names of the owners' files, the newest last."""
     names = [entry.path.rpartition("/")[2] for entry in run.list(OWNERS) if not entry.is_dir]
     return sorted((name for name in names if _FILE.fullmatch(name)), key=lambda name: (_token(name), name))
 

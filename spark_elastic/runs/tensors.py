@@ -17,10 +17,18 @@ from spark_elastic.runs import trust
 _PLAIN = (bool, int, float, str, bytes, complex, torch.dtype)
 
 
-def to_bytes(value: Any) -> bytes:
-    """Return tensors and plain values as a file of `torch.save`, for `from_bytes`."""
+def to_bytes(value: Any, nbytes: int = 0) -> bytes:
+    """Return tensors and plain values as a file of `torch.save`, for `from_bytes`.
+
+    A buffer that grows takes up to twice its size; if `nbytes`, the size of the tensors, is given, it is made at once.
+    """
     file = io.BytesIO()
+    if nbytes:
+        file.seek(nbytes + (nbytes >> 6) + (64 << 10))
+        file.write(b"\0")
+        file.seek(0)
     torch.save(value, file)
+    file.truncate()
     return file.getvalue()
 
 

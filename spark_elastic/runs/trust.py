@@ -84,10 +84,7 @@ def _components(url: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SafeFrom:
-    """The oldest version of a package whose restricted loader cannot be made to run code.
-
-    Older versions, and newer ones that are `flawed`, have these known vulnerabilities, `flaws`.
-    """
+    """The oldest version whose restricted loader runs no code. Older and `flawed` ones have the `flaws`."""
 
     package: str
     version: tuple[int, ...]
@@ -96,7 +93,8 @@ class SafeFrom:
 
     def check(self, installed: str) -> None:
         """Raise `CheckpointError`, naming both versions, if the version is not safe and files are not trusted."""
-        if is_trusted() or (_numbers(installed) >= self.version and installed not in self.flawed):
+        numbers = re.findall(r"\d+", re.split(r"[^\d.]", installed, maxsplit=1)[0])  # of "2.5.1+cpu": 2, 5 and 1
+        if is_trusted() or (tuple(map(int, numbers)) >= self.version and installed not in self.flawed):
             return
         oldest = ".".join(map(str, self.version))
         raise CheckpointError(
@@ -113,8 +111,3 @@ KERAS = SafeFrom(
     "CVE-2025-1550, CVE-2025-8747, CVE-2025-9906, CVE-2025-12058, CVE-2026-1669",
     ("3.13.0", "3.13.1"),
 )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return (2, 5, 1) for "2.5.1+cpu"."""
-    return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[^\d.]", version, maxsplit=1)[0]))

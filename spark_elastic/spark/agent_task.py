@@ -19,21 +19,14 @@ def agent_task(
     slot: SlotId,
     launch: LaunchId,
     payload: bytes,
-    piece_bytes: int,
     *,
     shared: Any = None,
     once: bool = False,
 ) -> Callable[[Any], Any]:
     """Return the function that Spark runs. It is pickled by value, so it must not use names of this module.
 
-    Args:
-        agent: Runs the agent.
-        slot: Its first argument.
-        launch: Its second argument.
-        payload: Its third argument.
-        piece_bytes: The size of the rows in which a result comes back.
-        shared: The broadcast variable whose value is the fourth argument; None: there is none.
-        once: Have the Python worker end with this task.
+    The arguments of `agent` are `slot`, `launch`, `payload` and, if there is one, the value of the broadcast variable
+    `shared`. With `once` the Python worker ends with this task.
     """
 
     def task(_rows: Any) -> Any:
@@ -57,9 +50,10 @@ def agent_task(
 
             worker.write_int = write
         outcome = agent(slot, launch, payload, *([] if shared is None else [shared.value]))
-        # The driver fetches each row in one piece, so a large result is cut.
-        result = outcome.result or b""
-        pieces = (result[at : at + piece_bytes] for at in range(0, len(result), piece_bytes))
+        # The driver fetches each row in one piece, so a large result is cut. A Spark Connect server cuts no row itself,
+        # and puts at most 4 MiB into a message.
+        result, step = outcome.result or b"", 1 << 20
+        pieces = (result[at : at + step] for at in range(0, len(result), step))
         first = (outcome.worker, outcome.result is not None, outcome.why, outcome.kind.name)
         return itertools.chain([first], pieces)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,22 +20,22 @@ _changed: dict[tuple[str, str], tuple[int, str | None]] = {}
 
 
 @contextmanager
-def small_batches(session: Any, session_id: str, is_set: Callable[[str], bool]) -> Iterator[None]:
+def small_batches(session: Any) -> Iterator[None]:
     """Let Spark send Arrow batches to Python that fit into the processor's cache, while the block runs.
 
-    `is_set` says whether the session itself has a value for a setting. The last of several threads to leave restores
-    it.
+    The last of several threads to leave restores the session's own value.
     """
+    java = getattr(session, "_jsparkSession", None)  # a session of Spark Connect has none
     try:
         session.conf.get(_BYTES)
         name, value = _BYTES, str(_BATCH_BYTES)
     except Exception:  # py4j's or pyspark's, with the version: no such setting
         name, value = _ROWS, str(_BATCH_ROWS)
-    about = (session_id, name)
+    about = (str(session.session_id if java is None else java.sessionUUID()), name)
     with _lock:
         users, before = _changed.get(about, (0, None))
         if not users:
-            before = session.conf.get(name) if is_set(name) else None
+            before = session.conf.get(name, None)
             session.conf.set(name, value)
         _changed[about] = (users + 1, before)
     try:

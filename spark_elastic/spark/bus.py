@@ -22,14 +22,10 @@ EVENT = ""
 
 
 class BusListener:
-    """A listener that adds each event, or one property of it, to a collection in the JVM.
+    """A listener that adds each event, or one property of it, to a collection in the JVM, until `close`.
 
-    No Python code runs in Spark's listener. A Python callback would need Py4J's callback server, would leave a thread
-    and a socket behind in both processes each time it is removed, and every event of every job would cross into
-    Python. Instead the JDK's own `java.beans.EventHandler` implements the listener inside the JVM
+    No Python code runs in Spark's listener: the JDK's own `java.beans.EventHandler` implements it inside the JVM
     (docs/decisions/02-host-discovery.md).
-
-    Registered from its construction until `close`.
 
     Args:
         collect: The method of `SparkListenerInterface` → the collection, and the name of the event's property that is

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import logging
 import pickle
-import re
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.errors import InvalidSettingsError, NoSparkContextError
 from spark_elastic.membership.launcher import Launcher, OnEnded
-from spark_elastic.membership.reasons import Wait, WaitKind, counted
-from spark_elastic.membership.topology import SlotReport
-from spark_elastic.settings import ElasticSettings
+from spark_elastic.membership.reasons import counted
 from spark_elastic.spark import jvm
 from spark_elastic.spark.agent_task import AgentEntry
-from spark_elastic.spark.arrow_batches import small_batches
-from spark_elastic.spark.cluster import Cluster, Sent, SlotLook, without_secrets
-from spark_elastic.spark.console import bar_hidden, quiet_log
-from spark_elastic.spark.discovery import SlotCount, Waiting, place_together
-from spark_elastic.spark.executor_python import NEEDED, NEEDED_FOR_ROWS, choose_python
+from spark_elastic.spark.cluster import Cluster, SlotCount, TaskRun
+from spark_elastic.spark.console import bar_hidden, quiet_log, shown
+from spark_elastic.spark.executor_python import NEEDED, NEEDED_FOR_ROWS
 from spark_elastic.spark.executors import ExecutorWatch
 from spark_elastic.spark.launcher import SparkLauncher
-from spark_elastic.spark.query_progress import shown
-from spark_elastic.spark.task_run import TaskRun
 from spark_elastic.wire.interfaces import plain_address
 from spark_elastic.wire.messages import LaunchSpec
 
@@ -41,8 +32,6 @@ LARGE_FUNCTION_BYTES = 128 * 1024
 _IN_PLACES = ("Sort [", "InMemoryTableScan")
 """Parts of plans after which partitions have an order and a place."""
 _PLACES_ASKED = 16
-_UNBOUNDED = 2**31 - 1
-_LOCAL_CLUSTER = re.compile(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]")
 
 
 class ClassicCluster(Cluster):
@@ -51,8 +40,6 @@ class ClassicCluster(Cluster):
     remote = False
     needed = NEEDED_FOR_ROWS
     needed_by_workers = NEEDED
-    poll_s = 0.1
-    _functions = "pyspark.sql.functions"
 
     context: SparkContext
 
@@ -87,10 +74,6 @@ class ClassicCluster(Cluster):
         return str(self.context.master)
 
     @property
-    def version(self) -> str:
-        return str(self.context.version)
-
-    @property
     def is_local(self) -> bool:
         return jvm.is_local_master(self.master)
 
@@ -103,21 +86,13 @@ class ClassicCluster(Cluster):
         version, home = (str(system.java.lang.System.getProperty(name)) for name in ("java.version", "java.home"))
         return version, home
 
-    def in_words(self) -> str:
-        return f"Spark {self.version} on {self.master}, {self.application}"
-
     def leave_thread(self) -> None:
         jvm.close_connection(self.context)
 
     # --- data -------------------------------------------------------------------------------------
 
-    def send(self, data: bytes) -> Sent:
-        sent: Sent = self.context.broadcast(data)
-        return sent
-
-    def _shown(self, run: TaskRun, title: str) -> contextlib.AbstractContextManager[None]:
-        quiet_log(self.context)
-        return shown(self.context, run, title)
+    def send(self, data: bytes) -> Any:
+        return self.context.broadcast(data)
 
     def partitions(self, df: Any) -> tuple[int, int] | None:
         # Spark joins partitions that are near one another, and so those whose place it knows in another order than
@@ -139,10 +114,6 @@ class ClassicCluster(Cluster):
         except Exception as error:  # of py4j: the plan is no public interface
             log.debug("the partitions of the query could not be counted: %s", error)
             return None
-
-    def small_batches(self, session: Any) -> contextlib.AbstractContextManager[None]:
-        java = session._jsparkSession
-        return small_batches(session, str(java.sessionUUID()), lambda name: java.sessionState().conf().contains(name))
 
     # --- tasks ------------------------------------------------------------------------------------
 
@@ -167,54 +138,36 @@ class ClassicCluster(Cluster):
     def cancel_tagged(self, tag: str) -> None:
         self.context.cancelJobsWithTag(tag)
 
-    def check_executors(self, needed: Sequence[str] | None = None) -> None:
-        if not (self.is_local and choose_python(self.context)):
-            super().check_executors(needed)
-
     # --- slots ------------------------------------------------------------------------------------
 
     def count_slots(self) -> SlotCount:
         """Asks the scheduler, which takes milliseconds."""
         context = jvm.jvm_context(self.context)
         now = jvm.slots_now(context)
-        executors = 1 if jvm.is_local(self.context) else int(context.getExecutorIds().size())
+        executors = 1 if self.is_local else int(context.getExecutorIds().size())
         cpus = self.setting("spark.task.cpus", "1")
         where = f"{counted(executors, 'executor')} with {now} slots in all (spark.task.cpus={cpus})"
-        most_executors = int(self.setting("spark.dynamicAllocation.maxExecutors") or _UNBOUNDED)
         if not self.allocates_dynamically():
             return SlotCount(now, now, where)
-        if most_executors >= _UNBOUNDED:
+        most_executors = self.setting("spark.dynamicAllocation.maxExecutors")
+        if most_executors is None:
             return SlotCount(now, None, where)
         profile = context.resourceProfileManager().defaultResourceProfile()
         per_executor = int(profile.maxTasksPerExecutor(context.conf()))
-        return SlotCount(now, max(most_executors * per_executor, now), where)
+        return SlotCount(now, max(int(most_executors) * per_executor, now), where)
 
     def fixed_slots(self) -> int | None:
-        if jvm.is_local(self.context):
-            return jvm.slots_now(jvm.jvm_context(self.context))
-        sizes = _LOCAL_CLUSTER.fullmatch(self.master)
-        if sizes is None or self.allocates_dynamically():
-            return None
-        cores = int(sizes[2]) // int(self.setting("spark.task.cpus", "1") or 1)
-        return max(int(sizes[1]) * cores, jvm.slots_now(jvm.jvm_context(self.context)))
+        return jvm.slots_now(jvm.jvm_context(self.context)) if self.is_local else None
 
     def slots_free(self) -> int | None:
-        return max(0, jvm.slots_now(jvm.jvm_context(self.context)) - jvm.running_tasks(self.context))
+        context = jvm.jvm_context(self.context)
+        running = str(context.taskScheduler().runningTasksByExecutors().values().mkString(" "))
+        return max(0, jvm.slots_now(context) - sum(map(int, running.split())))
 
     def executors(self) -> frozenset[str] | None:
-        return frozenset() if jvm.is_local(self.context) else frozenset(jvm.executor_ids(self.context))
-
-    def allocates_dynamically(self) -> bool:
-        return jvm.dynamic_allocation(self.context)
+        return frozenset() if self.is_local else frozenset(jvm.executor_ids(self.context))
 
     # --- a job ------------------------------------------------------------------------------------
-
-    def apply(self, driver_host: str | None, ship_package: bool) -> None:
-        if driver_host is not None or ship_package:
-            given = "driver_host" if driver_host is not None else "ship_package"
-            raise InvalidSettingsError(
-                f"{given} is for Spark Connect; a classic session has spark.driver.host and spark.submit.pyFiles"
-            )
 
     def listen_at(self) -> tuple[str, tuple[str, ...]]:
         """Both are those of Spark's own driver endpoint, which executors reach in any case."""
@@ -234,42 +187,11 @@ class ClassicCluster(Cluster):
             description=f"spark_elastic job {spec.job}",
         )
 
-    def prepare_workers(self, prepare: Callable[[bytes], None], spec: LaunchSpec, most: int | None) -> None:
-        """In a Spark job of its own, which takes some 0.1 s of their slots."""
-        payload = without_secrets(spec)
-
-        def task(_rows: Any) -> list[Any]:
-            prepare(payload)
-            return []
-
-        slots = jvm.slots_now(jvm.jvm_context(self.context))
-        width = slots if most is None else min(most, slots)
-        if width > 0:
-            self.start_tasks(task, width, "spark_elastic: imports of workers")
-
-    def place_workers(
-        self,
-        look: SlotLook,
-        spec: LaunchSpec,
-        settings: ElasticSettings,
-        listening: socket.socket,
-        waiting: Waiting,
-    ) -> tuple[SlotReport, ...]:
-        # what the executors import from now on need not be waited for later
-        prepared = without_secrets(spec) if spec.keep_workers_s > 0 else None
-        try:
-            probe = place_together(self, functools.partial(look, prepared), settings, waiting)
-        finally:
-            self.leave_thread()
-        if not probe.seen:
-            waiting.show(Wait(WaitKind.REPORTED, detail=probe.why), None)
-        return tuple(report for report, _ in probe.seen)
-
     def sources(self) -> list[ExecutorWatch]:
         return [ExecutorWatch(self.context)]
 
-    def console(self, verbose: int) -> contextlib.AbstractContextManager[None]:
+    def console(self, verbose: int, run: TaskRun | None = None, title: str = "") -> AbstractContextManager[None]:
         if not verbose:
-            return contextlib.nullcontext()
+            return nullcontext()
         quiet_log(self.context)
-        return bar_hidden(self.context)
+        return bar_hidden(self.context) if run is None else shown(self.context, run, title)

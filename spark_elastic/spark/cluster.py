@@ -6,26 +6,25 @@
 from __future__ import annotations
 
 import abc
-import contextlib
-import dataclasses
 import importlib
-import pickle
 import re
-import socket
+import threading
+import uuid
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from spark_elastic.errors import ExecutorPythonError, InvalidSettingsError
+from spark_elastic import clock
+from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.membership.launcher import Launcher, OnEnded
 from spark_elastic.membership.reasons import counted
-from spark_elastic.membership.topology import Reach, SlotReport
+from spark_elastic.membership.topology import Reach
 from spark_elastic.settings import ElasticSettings
+from spark_elastic.spark import executor_python
 from spark_elastic.spark.agent_task import AgentEntry
-from spark_elastic.spark.discovery import SlotCount, Waiting
-from spark_elastic.spark.executor_python import PATIENCE_S, python_error_of, refuse_python, report_python
-from spark_elastic.spark.package import ship_package
+from spark_elastic.spark.jvm import is_local_master
 from spark_elastic.spark.slot_queue import QueuedLauncher, queue_of
-from spark_elastic.spark.task_run import CANCEL_S, TaskRun
 from spark_elastic.wire.interfaces import address_of, on_this_machine
 from spark_elastic.wire.messages import LaunchSpec
 from spark_elastic.wire.ports import ANY, Ports, valid_ports
@@ -33,21 +32,26 @@ from spark_elastic.wire.ports import ANY, Ports, valid_ports
 if TYPE_CHECKING:
     from spark_elastic.spark.executors import ExecutorWatch
 
+CANCEL_S = 10.0
+"""How long Ctrl-C waits until Spark has ended a call."""
+_CANCEL_AGAIN_S = 0.2
 SESSION_PORTS = {"driver_port": "spark.elastic.driver.port", "agent_ports": "spark.elastic.agent.ports"}
 """Settings of a Spark session that give the ports of its jobs."""
 checked: set[tuple[str, ...]] = set()
 """(`Cluster.id`, Python of its executors, *packages) of the checks that found nothing wrong."""
 
-SlotLook = Callable[..., tuple[SlotReport, Reach]]
-"""Describes the slot that a task occupies, and tries addresses of the driver: `(prepare, addresses, key)`, see
-`task.spark_agent.look_at_slot`. Pickled by reference."""
 
+@dataclass(frozen=True, slots=True)
+class SlotCount:
+    """The task slots of an application."""
 
-class Sent(Protocol):
-    """Bytes that were sent to the executors: a broadcast variable, or what stands for one on Spark Connect."""
-
-    @property
-    def value(self) -> bytes: ...
+    now: int | None
+    """Slots of the executors that are registered now, busy or not; limited by cores, spark.task.cpus and GPUs. None if
+    the session does not show them."""
+    most: int | None
+    """Slots that the application may have; `now` without dynamic allocation; None if no limit is known."""
+    where: str
+    """The executors, in words."""
 
 
 class Cluster(abc.ABC):
@@ -59,9 +63,6 @@ class Cluster(abc.ABC):
     """Packages that the Python of a task needs if it reads or returns rows."""
     needed_by_workers: ClassVar[Sequence[str]]
     """The same of a task that runs an agent."""
-    poll_s: ClassVar[float]
-    """Seconds between two counts of the slots, while there are too few."""
-    _functions: ClassVar[str]
 
     def __init__(self, context: Any) -> None:
         self.context = context
@@ -101,8 +102,8 @@ class Cluster(abc.ABC):
     def master(self) -> str: ...
 
     @property
-    @abc.abstractmethod
-    def version(self) -> str: ...
+    def version(self) -> str:
+        return str(self.context.version)
 
     @property
     @abc.abstractmethod
@@ -114,13 +115,9 @@ class Cluster(abc.ABC):
     def python(self) -> str:
         """The program that Spark starts as Python on the executors."""
 
-    @abc.abstractmethod
     def java(self) -> tuple[str, str] | None:
         """Return version and home of Spark's JVM; None if it is a server's."""
-
-    @abc.abstractmethod
-    def in_words(self) -> str:
-        """Return Spark's version and where it runs."""
+        return None
 
     def leave_thread(self) -> None:  # noqa: B027
         """Close this thread's connection to Spark. To be called before a thread ends that has used the cluster."""
@@ -130,7 +127,7 @@ class Cluster(abc.ABC):
     @property
     def functions(self) -> Any:
         """The module of SQL functions that make columns of this session."""
-        return importlib.import_module(self._functions)
+        return importlib.import_module("pyspark.sql.connect.functions" if self.remote else "pyspark.sql.functions")
 
     def has_arrow_udfs(self) -> bool:
         """Return whether Arrow UDFs can be used: since Spark 4.1, on the client and on the server.
@@ -144,12 +141,8 @@ class Cluster(abc.ABC):
         return all([int(part) for part in each] >= [4, 1] for each in versions) and self.remote == is_remote()
 
     @abc.abstractmethod
-    def send(self, data: bytes) -> Sent:
-        """Make bytes available to the tasks of this session, which read `value`."""
-
-    def ship_package(self) -> None:
-        """Send this package to executors that lack it. Raise InvalidSettingsError on a classic session."""
-        ship_package(self.context)
+    def send(self, data: bytes) -> Any:
+        """Make bytes available to the tasks of this session: return what can be sent to them, and has a `value`."""
 
     def collect(self, df: Any, name: str, title: str, verbose: int) -> list[Any]:
         """Return the rows of a DataFrame. Ctrl-C ends the query, whose tasks would otherwise continue to write.
@@ -158,23 +151,16 @@ class Cluster(abc.ABC):
         """
         run = TaskRun(self, df.collect, name)
         try:
-            with self._shown(run, title) if verbose else contextlib.nullcontext():
+            with self.console(verbose, run, title):
                 return run.result()
         except BaseException:
             if not run.over.is_set():
                 run.cancel(CANCEL_S)
             raise
 
-    def _shown(self, run: TaskRun, title: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     def partitions(self, df: Any) -> tuple[int, int] | None:
         """Return the partitions of a query and the slots, if neighbouring ones may be joined; None if not known."""
         return None
-
-    @abc.abstractmethod
-    def small_batches(self, session: Any) -> contextlib.AbstractContextManager[None]:
-        """Let Spark send Arrow batches to Python that fit into the processor's cache, while the block runs."""
 
     # --- tasks ------------------------------------------------------------------------------------
 
@@ -206,13 +192,15 @@ class Cluster(abc.ABC):
         Raises:
             ExecutorPythonError: It lacks packages, or has another minor version than this program's.
         """
+        if not self.remote and self.is_local and executor_python.choose_python(self.context):
+            return
         names = self.needed if needed is None else needed
         about = (self.id, self.python, *names)
         if about not in checked:
             # a local master whose slots are all in use says nothing: the workers then name what they lack
-            answer = self.ask_python(names, PATIENCE_S if self.is_local else None)
+            answer = self.ask_python(names, executor_python.PATIENCE_S if self.is_local else None)
             if answer is not None:
-                refuse_python(answer, on_connect=self.remote)
+                executor_python.refuse_python(answer, on_connect=self.remote)
                 checked.add(about)
 
     def ask_python(self, names: Sequence[str], timeout_s: float | None = None) -> tuple[str, str, list[str]] | None:
@@ -220,26 +208,14 @@ class Cluster(abc.ABC):
 
         None if that was not known within `timeout_s`. Raises as `check_executors`.
         """
-        run = self.start_tasks(report_python(names), 1, "spark_elastic: look at the executors' Python")
+        run = self.start_tasks(executor_python.report_python(names), 1, "spark_elastic: look at the executors' Python")
         if not run.wait(timeout_s):
             run.cancel(0.0)
             return None
         if run.error is not None:
-            raise self.wrong_python(run.error) or run.error
+            raise executor_python.python_error_of(run.error, self.python, on_connect=self.remote) or run.error
         answer: tuple[str, str, list[str]] = run.rows[0]
         return answer
-
-    def wrong_python(self, error: BaseException) -> ExecutorPythonError | None:
-        """Return the error to raise for a job that failed because of the executors' Python; None for other causes."""
-        return python_error_of(error, self.python, on_connect=self.remote)
-
-    def lost(self, error: BaseException) -> str | None:
-        """Return in words why no job of this session will ever run again; None if the error does not say so."""
-        return None
-
-    def was_interrupted(self, error: BaseException) -> bool:
-        """Return True if somebody else has ended the tasks, which may be started again."""
-        return False
 
     # --- slots ------------------------------------------------------------------------------------
 
@@ -259,8 +235,8 @@ class Cluster(abc.ABC):
         """Return the executors; None if they are not known."""
         return None
 
-    @abc.abstractmethod
-    def allocates_dynamically(self) -> bool: ...
+    def allocates_dynamically(self) -> bool:
+        return self.setting("spark.dynamicAllocation.enabled") == "true" and not is_local_master(self.master)
 
     def slots(self) -> int:
         """Return the number of workers to start if the user gives none."""
@@ -284,9 +260,13 @@ class Cluster(abc.ABC):
 
     # --- the network ------------------------------------------------------------------------------
 
-    @abc.abstractmethod
     def apply(self, driver_host: str | None, ship_package: bool) -> None:
         """Apply the settings of `run` that are for Spark Connect. Raise InvalidSettingsError on a classic session."""
+        if driver_host is not None or ship_package:
+            given = "driver_host" if driver_host is not None else "ship_package"
+            raise InvalidSettingsError(
+                f"{given} is for Spark Connect; a classic session has spark.driver.host and spark.submit.pyFiles"
+            )
 
     @abc.abstractmethod
     def listen_at(self) -> tuple[str, tuple[str, ...]]:
@@ -315,47 +295,92 @@ class Cluster(abc.ABC):
         self, spec: LaunchSpec, settings: ElasticSettings, on_ended: OnEnded, agent: AgentEntry
     ) -> Launcher:
         """Return the launcher of a job, whose tasks run `agent`; jobs of one application wait for one another."""
-        queue = queue_of(self.application)
-        build = self._launchers(spec, agent)
+        queue, build = queue_of(self.application), self._launchers(spec, agent)
         return QueuedLauncher(queue, spec.job, settings.min_num_proc, build, on_ended)
 
     @abc.abstractmethod
     def _launchers(self, spec: LaunchSpec, agent: AgentEntry) -> Callable[[OnEnded], Launcher]: ...
 
-    def prepare_workers(self, prepare: Callable[[bytes], None], spec: LaunchSpec, most: int | None) -> None:  # noqa: B027
-        """Have executors call `prepare` with a pickled `LaunchSpec` without secrets, so that a job starts sooner.
-
-        Returns at once; does nothing where that costs more than it gains. `most`: the slots that a job can use.
-        """
-
-    @abc.abstractmethod
-    def place_workers(
-        self,
-        look: SlotLook,
-        spec: LaunchSpec,
-        settings: ElasticSettings,
-        listening: socket.socket,
-        waiting: Waiting,
-    ) -> tuple[SlotReport, ...]:
-        """Wait until workers can be placed together: num_proc of them shortly, or else min_num_proc.
-
-        Called on the job's thread, before the driver runs and serves `listening`. Returns what `look` has seen of each
-        slot; nothing if Spark cannot place tasks together.
+    def take_reaches(self, spec: LaunchSpec, need: int, reaches: Sequence[Reach]) -> None:  # noqa: B027
+        """Take note of the addresses at which tasks have reached this program, for a job of `need` workers.
 
         Raises:
-            NotEnoughSlotsError: There was no room for min_num_proc workers within start_timeout.
-            DriverUnreachableError: Too few tasks reach this program.
+            DriverUnreachableError: Too few have reached it.
         """
 
     def sources(self) -> list[ExecutorWatch]:
         """Return the sources of events about executors; none where losses are only seen on the job's connections."""
         return []
 
-    def console(self, verbose: int) -> contextlib.AbstractContextManager[None]:
-        """Keep what Spark prints apart from our lines and our bar while a job runs; with verbose=0 there are none."""
-        return contextlib.nullcontext()
+    def console(self, verbose: int, run: TaskRun | None = None, title: str = "") -> AbstractContextManager[None]:
+        """Keep what Spark prints apart from our lines and our bar while the block runs; with verbose=0 there are none.
+
+        The bar is that of a job, or shows the tasks of `run`.
+        """
+        return nullcontext()
 
 
-def without_secrets(spec: LaunchSpec) -> bytes:
-    """Return a pickled `LaunchSpec` without its key, function and addresses, to prepare executors with."""
-    return pickle.dumps(dataclasses.replace(spec, key=b"", function=b"", driver_addresses=()))
+class TaskRun:
+    """A call whose Spark jobs have a tag, by which they can be ended. Starts at once.
+
+    The jobs inherit the local properties of the thread that makes it, such as its scheduler pool.
+    """
+
+    def __init__(self, cluster: Cluster, call: Callable[[], list[Any]], name: str) -> None:
+        self.tag = f"spark_elastic-{uuid.uuid4().hex}"
+        self.rows: list[Any] = []
+        """What the call has returned; empty until it is over."""
+        self.error: BaseException | None = None
+        """Why the call failed; None if it did not, or was ended by `cancel`."""
+        self.over = threading.Event()
+        self._cluster = cluster
+        self._call = call
+        self._tag_thread = cluster.tagging(self.tag, name)
+        self._cancelled = False
+        threading.Thread(target=self._run, name="spark_elastic job", daemon=True).start()
+
+    def result(self) -> list[Any]:
+        """Wait until the call is over, and return its rows. Raises the error that it failed with."""
+        self.wait()
+        if self.error is not None:
+            raise self.error
+        return self.rows
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the call is over; return False after `timeout_s`. An exception here, such as Ctrl-C, ends it."""
+        # on another thread than the call: an interrupted call to the JVM would leave the job behind
+        try:
+            return self.over.wait(timeout_s)
+        except BaseException:
+            self.cancel(CANCEL_S)
+            raise
+
+    def cancel(self, timeout_s: float) -> None:
+        """End the call, also if Spark does not know its jobs yet, and wait up to `timeout_s` until it is over."""
+        self._cancelled = True
+        until = clock.monotonic() + timeout_s
+
+        def ask() -> None:
+            while not self.over.is_set():
+                with suppress(Exception):  # Spark is gone, and the jobs with it
+                    self._cluster.cancel_tagged(self.tag)
+                if self.over.wait(_CANCEL_AGAIN_S) or clock.monotonic() >= until:
+                    break
+            self._cluster.leave_thread()
+
+        # on a thread: it does not return while Spark does not answer
+        asking = threading.Thread(target=ask, name="spark_elastic cancel", daemon=True)
+        asking.start()
+        self.over.wait(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            self._tag_thread()
+            if not self._cancelled:
+                self.rows = list(self._call())
+        except BaseException as error:
+            if not self._cancelled:
+                self.error = error
+        finally:
+            self._cluster.leave_thread()
+            self.over.set()

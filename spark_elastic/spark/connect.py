@@ -7,31 +7,31 @@ import functools
 import logging
 import pickle
 import re
-import socket
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from spark_elastic.errors import DriverUnreachableError, NoSparkContextError, UsageError
 from spark_elastic.membership.launcher import Launcher, OnEnded
-from spark_elastic.membership.topology import SlotId, SlotReport
+from spark_elastic.membership.topology import Reach, SlotId
 from spark_elastic.redaction import first_line
-from spark_elastic.settings import ElasticSettings
-from spark_elastic.spark import connect_session
+from spark_elastic.spark import package
 from spark_elastic.spark.agent_task import AgentEntry
-from spark_elastic.spark.arrow_batches import small_batches
-from spark_elastic.spark.cluster import Cluster, Sent, SlotLook
+from spark_elastic.spark.cluster import Cluster, SlotCount
 from spark_elastic.spark.connect_launcher import ConnectLauncher
-from spark_elastic.spark.connect_session import server_answers, server_of
-from spark_elastic.spark.discovery import SlotCount, Waiting, place_together
+from spark_elastic.spark.connect_session import Sent, rows_of_tasks, server_answers, server_of
 from spark_elastic.spark.executor_python import NEEDED_ON_CONNECT, ON_CONNECT
 from spark_elastic.spark.jvm import is_local_master
-from spark_elastic.spark.reachability import ReachabilityListener, candidate_addresses, in_order, unreached_in_words
+from spark_elastic.spark.reachability import candidate_addresses
 from spark_elastic.wire.interfaces import THIS_MACHINE, address_of, every_address, on_this_machine
 from spark_elastic.wire.messages import LaunchSpec
 
 log = logging.getLogger(__name__)
 
+INLINE_BYTES = 128 * 1024
+"""Larger data is sent once as a file instead of in each query: a message of Spark Connect has 128 MiB at most."""
 _RANGE = re.compile(r"Range \(0, \d+, step=1, splits=(\d+)\)")
 _LOCAL = re.compile(r"local\[\s*(\d+)\s*(?:,\s*\d+\s*)?\]")
 
@@ -42,8 +42,6 @@ class ConnectCluster(Cluster):
     remote = True
     needed = NEEDED_ON_CONNECT
     needed_by_workers = NEEDED_ON_CONNECT
-    poll_s = 0.5
-    _functions = "pyspark.sql.connect.functions"
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
@@ -84,58 +82,39 @@ class ConnectCluster(Cluster):
         return str(self.context.session_id)
 
     @functools.cached_property
-    def _spark_master(self) -> str:
-        return self.setting("spark.master", "") or ""
-
-    @property
     def master(self) -> str:
-        return self._spark_master or "the Spark Connect server"
-
-    @property
-    def version(self) -> str:
-        return str(self.context.version)
+        return self.setting("spark.master", "") or "the Spark Connect server"
 
     @property
     def is_local(self) -> bool:
-        if not is_local_master(self._spark_master):
+        if not is_local_master(self.master):
             return False
         return on_this_machine(address_of(server_of(self.context)[0])) == THIS_MACHINE
 
-    @property
-    def python(self) -> str:
-        return ON_CONNECT  # no task could say its path
-
-    def java(self) -> tuple[str, str] | None:
-        return None
-
-    def in_words(self) -> str:
-        return f"Spark {self.version} through Spark Connect"
+    python = ON_CONNECT  # no task could say its path
 
     # --- data -------------------------------------------------------------------------------------
 
-    def send(self, data: bytes) -> Sent:
-        return connect_session.send(self.context, data)
-
-    def small_batches(self, session: Any) -> AbstractContextManager[None]:
-        every = getattr(session.conf, "getAll", None)  # from Spark 4 on; without it, the default is set as the value
-        return small_batches(session, self.id, lambda name: every is None or name in every)
+    def send(self, data: bytes) -> Any:
+        if len(data) <= INLINE_BYTES:
+            return Sent(data)
+        name = f"spark_elastic-{uuid.uuid4().hex}"
+        with tempfile.TemporaryDirectory(prefix="spark_elastic-send-") as folder:
+            path = Path(folder) / name
+            path.write_bytes(data)
+            self.context.addArtifacts(str(path), file=True)
+        return Sent(file=name)
 
     # --- tasks ------------------------------------------------------------------------------------
 
     def _rows_of_tasks(self, task: Callable[[Any], Any], width: int | None, barrier: bool) -> list[Any]:
-        return connect_session.rows_of_tasks(self.context, task, width, barrier)
+        return rows_of_tasks(self.context, task, width, barrier)
 
     def tagging(self, tag: str, name: str) -> Callable[[], None]:
         return lambda: self.context.addTag(tag)  # tags belong to the thread; its scheduler's UI is on the server
 
     def cancel_tagged(self, tag: str) -> None:
         self.context.interruptTag(tag)
-
-    def lost(self, error: BaseException) -> str | None:
-        return connect_session.why_session_is_gone(error)
-
-    def was_interrupted(self, error: BaseException) -> bool:
-        return connect_session.was_interrupted(error)
 
     # --- slots ------------------------------------------------------------------------------------
 
@@ -158,20 +137,17 @@ class ConnectCluster(Cluster):
         return max(int(self.setting("spark.task.cpus", "1") or 1), 1)
 
     def fixed_slots(self) -> int | None:
-        if self._spark_master == "local":
+        if self.master == "local":
             return 1
-        fixed = _LOCAL.fullmatch(self._spark_master)
+        fixed = _LOCAL.fullmatch(self.master)
         return None if fixed is None else int(fixed[1]) // self._task_cpus
-
-    def allocates_dynamically(self) -> bool:
-        return self.setting("spark.dynamicAllocation.enabled", "false") == "true"
 
     # --- a job ------------------------------------------------------------------------------------
 
     def apply(self, driver_host: str | None, ship_package: bool) -> None:
         self._driver_host = driver_host
         if ship_package:
-            self.ship_package()
+            package.ship_package(self.context)
 
     def listen_at(self) -> tuple[str, tuple[str, ...]]:
         """Executors may be on other machines than the server, so without `driver_host` all addresses are tried."""
@@ -191,22 +167,11 @@ class ConnectCluster(Cluster):
 
         return lambda ended: ConnectLauncher(self.context, agent, payload, ended)
 
-    def place_workers(
-        self,
-        look: SlotLook,
-        spec: LaunchSpec,
-        settings: ElasticSettings,
-        listening: socket.socket,
-        waiting: Waiting,
-    ) -> tuple[SlotReport, ...]:
-        """Finds out at which addresses executors reach this program, too."""
-        with ReachabilityListener(listening, spec.key):
-            look_here = functools.partial(look, None, spec.driver_addresses, spec.key)
-            probe = place_together(self, look_here, settings, waiting)
-        reaches = [reach for _, reach in probe.seen]
+    def take_reaches(self, spec: LaunchSpec, need: int, reaches: Sequence[Reach]) -> None:
         without = [reach for reach in reaches if not reach.reached]
         hosts, port = tuple(host for host, _ in spec.driver_addresses), spec.driver_addresses[0][1]
-        if without and len(reaches) - len(without) < min(settings.min_num_proc, len(reaches)):
-            raise DriverUnreachableError(addresses=hosts, port=port, tried=unreached_in_words(without[0]))
-        self._addresses[spec.job] = tuple((host, port) for host in in_order(hosts, reaches))
-        return tuple(report for report, _ in probe.seen)
+        if without and len(reaches) - len(without) < min(need, len(reaches)):
+            tried = "; ".join(f"{address}: {why}" for address, why in without[0].failed.items())
+            raise DriverUnreachableError(addresses=hosts, port=port, tried=f"from host {without[0].host}: {tried}")
+        best = sorted(hosts, key=lambda host: -sum(host in reach.reached for reach in reaches))
+        self._addresses[spec.job] = tuple((host, port) for host in best)

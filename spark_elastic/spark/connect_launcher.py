@@ -13,24 +13,13 @@ from typing import Any
 from spark_elastic import clock
 from spark_elastic.membership.launcher import LaunchEnd, OnEnded
 from spark_elastic.membership.reasons import LossCause, LossKind, reported
-from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.membership.topology import LaunchId, SlotId
+from spark_elastic.spark import connect_session as connect
 from spark_elastic.spark.agent_task import AgentEntry, agent_task, outcome_of
-from spark_elastic.spark.connect_session import (
-    close_connection,
-    rows_of_tasks,
-    second_connection,
-    server_answers,
-    server_of,
-    was_interrupted,
-    why_session_is_gone,
-)
 from spark_elastic.spark.failures import loss_of
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 1 << 20
-"""Results come back in rows of this size: the server puts at most 4 MiB of rows into a message, but never cuts one."""
 LOST_AGENT_S = 4.0
 """Seconds that a query may go on without its agent. Spark runs a lost task again, perhaps not before a slot is free."""
 SERVER_SILENT_S = 10.0
@@ -66,7 +55,7 @@ class ConnectLauncher:
     on_ended: OnEnded
 
     def __post_init__(self) -> None:
-        self._connection = second_connection(self.session)
+        self._connection = connect.second_connection(self.session)
         self._changed = threading.Condition()
         self._running: dict[SlotId, _SlotQuery] = {}
         self._threads: set[threading.Thread] = set()
@@ -80,13 +69,8 @@ class ConnectLauncher:
 
     def launch(self, slot: SlotId) -> None:
         with self._changed:
-            if slot in self._running:
-                raise ValueError(f"slot {slot} is still running; wait for its end before the next launch")
             self._launches += 1
-            launch = _SlotQuery(slot, self._launches)
-            if self._closed:
-                launch.stop_cause = reported("the launcher is closed")
-            self._running[slot] = launch
+            launch = self._running[slot] = _SlotQuery(slot, self._launches)
             thread = threading.Thread(target=self._run, args=(launch,), name=f"spark_elastic slot {slot}", daemon=True)
             self._threads.add(thread)
             if self._watcher is None:
@@ -96,7 +80,8 @@ class ConnectLauncher:
 
     def withdraw(self, slot: SlotId, cause: LossCause) -> None:
         with self._changed:
-            self._stop(self._running.get(slot), cause)
+            if (launch := self._running.get(slot)) is not None:
+                self._stop(launch, cause)
 
     def admit(self, slot: SlotId, launch: LaunchId) -> bool:
         # The server reports the end of an interrupted query before its task has ended. The executor kills the task's
@@ -117,10 +102,10 @@ class ConnectLauncher:
                 self._changed.notify_all()
 
     def gone(self) -> str | None:
-        return self._gone if self._gone is not None or server_answers(self.session) else self._no_answer()
+        return self._gone if self._gone is not None or connect.server_answers(self.session) else self._no_answer()
 
     def _no_answer(self) -> str:
-        host, port = server_of(self.session)
+        host, port = connect.server_of(self.session)
         return f"the Spark Connect server at {host}:{port} does not answer"
 
     def close(self, deadline_s: float) -> None:
@@ -129,25 +114,21 @@ class ConnectLauncher:
             self._closed = True
             for launch in self._running.values():
                 self._stop(launch, reported("the job is over"))
-            threads = list(self._threads)
-            if self._watcher is not None:
-                threads.append(self._watcher)
+            threads = self._threads | ({self._watcher} if self._watcher is not None else set())
             self._changed.notify_all()
-        here = threading.current_thread()  # on_ended may close
+        threads.discard(threading.current_thread())  # on_ended may close
         for thread in threads:
-            if thread is not here:
-                thread.join(max(until - clock.monotonic() - 0.5, 0.0))
-        close_connection(self._connection, self.session)  # ends the calls of a server that does not answer
+            thread.join(max(until - clock.monotonic() - 0.5, 0.0))
+        connect.close_connection(self._connection, self.session)  # ends the calls of a server that does not answer
         for thread in threads:
-            if thread is not here:
-                thread.join(max(until - clock.monotonic(), 0.0))
-        left = [thread.name for thread in threads if thread.is_alive() and thread is not here]
+            thread.join(max(until - clock.monotonic(), 0.0))
+        left = [thread.name for thread in threads if thread.is_alive()]
         if left:
             log.warning("still running %.0f s after they were told to end: %s", deadline_s, ", ".join(left))
 
-    def _stop(self, launch: _SlotQuery | None, cause: LossCause) -> None:
+    def _stop(self, launch: _SlotQuery, cause: LossCause) -> None:
         """Have the watcher end a launch. To be called with the lock."""
-        if launch is not None and launch.stop_cause is None:
+        if launch.stop_cause is None:
             launch.stop_cause = cause
             self._changed.notify_all()
 
@@ -155,7 +136,7 @@ class ConnectLauncher:
 
     def _run(self, launch: _SlotQuery) -> None:
         try:
-            end = self._run_query(launch)
+            end = LaunchEnd(launch.slot, launch.stop_cause) if launch.stop_cause else self._run_query(launch)
             with self._changed:
                 del self._running[launch.slot]
                 self._changed.notify_all()
@@ -165,33 +146,25 @@ class ConnectLauncher:
                 self._threads.discard(threading.current_thread())
 
     def _run_query(self, launch: _SlotQuery) -> LaunchEnd:
-        slot = launch.slot
-        if (stop_cause := launch.stop_cause) is not None:
-            return LaunchEnd(slot, stop_cause)
+        slot, spark = launch.slot, self._connection
         try:
-            outcome = self._submit(launch)
+            spark.addTag(launch.tag)  # tags belong to the thread, which ends with this query
+            task = agent_task(self.agent_entry, slot, launch.id, self.payload_for_slot(slot))
+            outcome = outcome_of(connect.rows_of_tasks(spark, task, 1))
             end = LaunchEnd(slot, _TASK_LOST if outcome is None else outcome.cause, outcome)
         except Exception as error:
-            end = LaunchEnd(slot, self._cause_of(error))
+            gone = connect.why_session_is_gone(error)
+            if connect.was_interrupted(error):
+                cause = LossCause(LossKind.CANCELLED, detail="the slot's query was cancelled on the server")
+            elif gone is None:
+                cause = loss_of(str(error))
+            else:
+                cause = reported(gone)
+                if not self._closed:
+                    self._gone = gone
+            end = LaunchEnd(slot, cause)
         delivered = end.outcome is not None and end.outcome.result is not None
-        stop_cause = launch.stop_cause
-        return end if delivered or stop_cause is None else LaunchEnd(slot, stop_cause)
-
-    def _cause_of(self, error: Exception) -> LossCause:
-        if was_interrupted(error):
-            return LossCause(LossKind.CANCELLED, detail="the slot's query was cancelled on the server")
-        gone = why_session_is_gone(error)
-        if gone is not None and not self._closed:
-            self._gone = gone
-        return loss_of(str(error)) if gone is None else reported(gone)
-
-    def _submit(self, launch: _SlotQuery) -> AgentOutcome | None:
-        """Run the slot's query to its end. Returns None if its task was lost and Spark ran it again."""
-        spark = self._connection
-        spark.addTag(launch.tag)  # tags belong to the thread, which ends with this query
-        payload = self.payload_for_slot(launch.slot)
-        task = agent_task(self.agent_entry, launch.slot, launch.id, payload, PIECE_BYTES)
-        return outcome_of(rows_of_tasks(spark, task, 1))
+        return end if delivered or launch.stop_cause is None else LaunchEnd(slot, launch.stop_cause)
 
     # --- the watcher's thread -------------------------------------------------------------------
 
@@ -222,10 +195,10 @@ class ConnectLauncher:
     def _look_for_server(self) -> None:
         """Give all launches up if the server has not answered for `SERVER_SILENT_S`. gRPC itself tries for minutes."""
         now = clock.monotonic()
-        if server_answers(self.session):
+        if connect.server_answers(self.session):
             self._silent_since = None
         elif self._silent_since is None:
             self._silent_since = now
         elif now - self._silent_since >= SERVER_SILENT_S:
             self._gone = self._no_answer()
-            close_connection(self._connection, self.session)
+            connect.close_connection(self._connection, self.session)

@@ -14,8 +14,6 @@ import pickle
 import re
 import socket
 import sys
-import tempfile
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,41 +133,20 @@ def _in_arrow(task: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 # --- data for executors -----------------------------------------------------------------------------
 
-INLINE_BYTES = 128 * 1024
-"""Larger data is sent once as a file instead of in each query: a message of Spark Connect has 128 MiB at most."""
-
 
 @dataclass(frozen=True)
-class SentBytes:
-    """Bytes for tasks, inside the query itself."""
+class Sent:
+    """Bytes for tasks, inside the query itself or in a file among the session's artifacts."""
 
-    value: bytes = field(repr=False)
-
-
-@dataclass(frozen=True)
-class SentFile:
-    """Bytes for tasks, in a file among the session's artifacts."""
-
-    name: str
+    data: bytes = field(default=b"", repr=False)
+    file: str = ""
 
     @property
     def value(self) -> bytes:
         """The bytes. To be read in a task."""
         from pyspark import SparkFiles
 
-        return Path(SparkFiles.get(self.name)).read_bytes()
-
-
-def send(session: Any, data: bytes) -> SentBytes | SentFile:
-    """Make bytes available to the tasks of a session's queries, as a broadcast variable does on a classic session."""
-    if len(data) <= INLINE_BYTES:
-        return SentBytes(data)
-    name = f"spark_elastic-{uuid.uuid4().hex}"
-    with tempfile.TemporaryDirectory(prefix="spark_elastic-send-") as folder:
-        path = Path(folder) / name
-        path.write_bytes(data)
-        session.addArtifacts(str(path), file=True)
-    return SentFile(name)
+        return Path(SparkFiles.get(self.file)).read_bytes() if self.file else self.data
 
 
 # --- reasons of failures ----------------------------------------------------------------------------

@@ -1,20 +1,30 @@
-"""What Spark itself prints beside our lines: its progress bar is hidden meanwhile, and its log shows warnings only."""
+"""What is printed while Spark works: our bar of a query, instead of Spark's own, and warnings alone of its log."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+from spark_elastic import clock
+from spark_elastic.reporting.progress import View, plain_line
+from spark_elastic.reporting.screens import screen_for
+from spark_elastic.spark.cluster import CANCEL_S, TaskRun
 from spark_elastic.spark.jvm import close_connection, setting_of
 
 HIDE_EVERY_S = 0.2
 """Spark draws its bar for stages that last longer than half a second after the last `finishAll`."""
 CLOSE_S = 2.0
 QUIET_LEVEL = "WARN"
+_SHOWN_AFTER_S = 1.0
+_LOOK_S = 0.5
+_FIRST_LINE_S = 5.0  # when the first line is printed where no bar can be drawn
+_LINE_EVERY_S = 30.0  # between two of these lines
 _SUBMITTED = "PYSPARK_GATEWAY_PORT"
 """The environment variable that `spark-submit` gives the Python programs that it starts."""
 _DEFAULT_FLAG = "org$apache$spark$internal$Logging$$defaultSparkLog4jConfig"
@@ -29,12 +39,10 @@ _quieted: set[str] = set()
 def bar_hidden(context: Any) -> Iterator[None]:
     """Hide Spark's console bar (`spark.ui.showConsoleProgress`) while the block runs, where another bar is shown.
 
-    Both draw in the same line of the terminal, and Spark's would show the workers' tasks, which end with the training.
-    A thread removes it again and again, as Spark does itself at the end of a job.
+    Both draw in the same line of the terminal. A thread removes it again and again, as Spark does at the end of a job.
     """
-    over = threading.Event()
 
-    def hide() -> None:
+    def hide(over: threading.Event) -> None:
         with contextlib.suppress(Exception):  # the context was stopped, or its JVM is gone
             bar = context._jsc.sc().progressBar()
             while bar.isDefined():
@@ -43,13 +51,71 @@ def bar_hidden(context: Any) -> Iterator[None]:
                     break
         close_connection(context)
 
-    thread = threading.Thread(target=hide, name="spark_elastic console", daemon=True)
+    with _beside(hide, CLOSE_S):
+        yield
+
+
+@contextlib.contextmanager
+def _beside(work: Callable[[threading.Event], None], close_s: float) -> Iterator[None]:
+    """Call a function on a thread while the block runs; the event is set at its end."""
+    over = threading.Event()
+    thread = threading.Thread(target=work, args=(over,), name="spark_elastic console", daemon=True)
     thread.start()
     try:
         yield
     finally:
         over.set()
-        thread.join(CLOSE_S)
+        thread.join(close_s)
+
+
+# --- the progress bar of a query --------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def shown(context: Any, run: TaskRun, title: str) -> Iterator[None]:
+    """Show the progress of a call's jobs in a bar while the block runs, in place of Spark's own."""
+    with _beside(functools.partial(_show_progress, context, run.tag, title), CANCEL_S), bar_hidden(context):
+        yield
+
+
+def _show_progress(context: Any, tag: str, title: str, over: threading.Event) -> None:
+    """Show how many tasks of the jobs with a tag are done, until `over` is set."""
+    began = clock.monotonic()
+    if over.wait(_SHOWN_AFTER_S):
+        return  # most jobs end before a bar could be read
+    screen = screen_for(None)
+    next_line = began + _FIRST_LINE_S
+    view: View | None = None
+    with contextlib.suppress(Exception):  # for example because the session ends; `collect` raises that
+        while not over.wait(_LOOK_S):
+            now = clock.monotonic()
+            done, total = _tasks(context, tag)
+            rate = done / (now - began) if done else None
+            view = View(title, done, total, "tasks", {}, 0, rate)
+            if screen.live:
+                screen.show(view)
+            elif now >= next_line and total:
+                next_line = now + _LINE_EVERY_S
+                print(f"spark_elastic: {plain_line(view)}", file=sys.stderr, flush=True)
+    with contextlib.suppress(Exception):  # as above
+        if view is not None and screen.live:
+            screen.show(replace(view, done=view.total, rate=None))
+        screen.clear()
+    close_connection(context)
+
+
+def _tasks(context: Any, tag: str) -> tuple[int, int]:
+    """Return how many tasks are done, and how many there are, in stages that are not skipped."""
+    tracker = context._jsc.sc().statusTracker()
+    done = total = 0
+    for job in tracker.getJobIdsForTag(tag):
+        info = tracker.getJobInfo(job)
+        for stage in info.get().stageIds() if info.isDefined() else ():
+            found = tracker.getStageInfo(stage)
+            if found.isDefined():
+                done += found.get().numCompletedTasks()
+                total += found.get().numTasks()
+    return done, total
 
 
 # --- Spark's log ------------------------------------------------------------------------------------
@@ -58,15 +124,19 @@ def bar_hidden(context: Any) -> Iterator[None]:
 def quiet_log(context: Any) -> None:
     """Have Spark log warnings only, as where `python` starts a program, if nobody has configured its log.
 
-    `spark-submit` starts programs with Spark's default log at INFO, some ten lines for each task. A log4j configuration
-    of the user's or of the cluster, `spark.log.level`, and what the program has set with `setLogLevel` are left as they
-    are. Looked at once per application.
+    `spark-submit` starts programs with Spark's default log at INFO, some ten lines for each task. Looked at once per
+    application.
     """
     if _SUBMITTED not in os.environ or context.applicationId in _quieted:
         return
     _quieted.add(context.applicationId)
     with contextlib.suppress(Exception):  # the classes of a vendor's Spark may differ
-        if setting_of(context, "spark.log.level") is not None or not _has_default_log(context):
+        # nobody has configured log4j: Spark uses the configuration in its own jar
+        spark = context._jvm.java.lang.Class.forName("org.apache.spark.internal.Logging$").getField("MODULE$").get(None)
+        if setting_of(context, "spark.log.level") is not None or not getattr(spark, _DEFAULT_FLAG)():
+            return
+        # spark-submit sets a threshold for its own lines, which has no effect on the program's; setLogLevel removes it
+        if spark.sparkShellThresholdLevel() is None:
             return
         if str(context._jvm.org.apache.logging.log4j.LogManager.getRootLogger().getLevel()) == "INFO":
             context.setLogLevel(QUIET_LEVEL)
@@ -76,12 +146,3 @@ def quiet_log(context: Any) -> None:
                 file=sys.stderr,
                 flush=True,
             )
-
-
-def _has_default_log(context: Any) -> bool:
-    """Return True if Spark uses the log4j configuration in its own jar, and nobody has called `setLogLevel`.
-
-    `spark-submit` sets a threshold for its own lines, which has no effect on the program's; `setLogLevel` removes it.
-    """
-    logging = context._jvm.java.lang.Class.forName("org.apache.spark.internal.Logging$").getField("MODULE$").get(None)
-    return bool(getattr(logging, _DEFAULT_FLAG)()) and logging.sparkShellThresholdLevel() is not None

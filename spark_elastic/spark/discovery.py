@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 
@@ -16,18 +17,22 @@ from spark_elastic import clock
 from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError, SessionLostError
 from spark_elastic.membership.reasons import Wait, WaitKind, loss_in_words
 from spark_elastic.membership.topology import Reach, SlotReport
-from spark_elastic.spark.executor_python import refuse_python, report_python
+from spark_elastic.settings import ElasticSettings
+from spark_elastic.spark.cluster import Cluster
+from spark_elastic.spark.connect_session import was_interrupted, why_session_is_gone
+from spark_elastic.spark.executor_process import look_at_slot
+from spark_elastic.spark.executor_python import python_error_of, refuse_python, report_python
 from spark_elastic.spark.failures import loss_of_error
-
-if TYPE_CHECKING:
-    from spark_elastic.settings import ElasticSettings
-    from spark_elastic.spark.cluster import Cluster
+from spark_elastic.spark.reachability import answering
+from spark_elastic.wire.messages import LaunchSpec
 
 log = logging.getLogger(__name__)
 
 _REFUSED = "SPARK-24942"
 """Spark's error condition for barrier mode under dynamic allocation."""
 _LOOK_S = 0.05
+_POLL_S = 0.2
+"""Seconds between two counts of the slots, while there are too few."""
 _CANCEL_S = 4.0
 """Time for the probe's tasks to end after they were cancelled."""
 _REPORT_AFTER_S = 2.0
@@ -49,19 +54,6 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotCount:
-    """The task slots of an application."""
-
-    now: int | None
-    """Slots of the executors that are registered now, busy or not; limited by cores, spark.task.cpus and GPUs. None if
-    the session does not show them."""
-    most: int | None
-    """Slots that the application may have; `now` without dynamic allocation; None if no limit is known."""
-    where: str
-    """The executors, in words."""
-
-
-@dataclass(frozen=True, slots=True)
 class Probe:
     """The outcome of a probe."""
 
@@ -75,13 +67,35 @@ _probed: dict[str, tuple[frozenset[str], Probe]] = {}
 """By application: the executors at its last probe, and what that has found. `probe` uses it again."""
 
 
-def place_together(cluster: Cluster, look: Look, settings: ElasticSettings, waiting: Waiting) -> Probe:
-    """Return the probe of num_proc slots if they are free shortly, or else of min_num_proc. Raises as `probe`."""
-    if settings.num_proc > settings.min_num_proc:
-        with contextlib.suppress(NotEnoughSlotsError):
-            grace_s = min(settings.start_grace_s, settings.start_timeout_s)
-            return probe(cluster, look, settings.num_proc, grace_s, waiting)
-    return probe(cluster, look, settings.min_num_proc, settings.start_timeout_s, waiting)
+def place_workers(
+    cluster: Cluster, spec: LaunchSpec, settings: ElasticSettings, listening: socket.socket, waiting: Waiting
+) -> tuple[SlotReport, ...]:
+    """Wait until workers can be placed together: num_proc of them shortly, or else min_num_proc.
+
+    Called on the job's thread, before the driver runs and serves `listening`. Returns what tasks have seen of each
+    slot; nothing if Spark cannot place tasks together.
+
+    Raises:
+        NotEnoughSlotsError: There was no room for min_num_proc workers within start_timeout.
+        DriverUnreachableError: Too few tasks reach this program.
+    """
+    look: Look = look_at_slot
+    with contextlib.ExitStack() as undo:
+        undo.callback(cluster.leave_thread)
+        if cluster.remote:
+            undo.enter_context(answering(listening, spec.key))
+            look = functools.partial(look_at_slot, spec.driver_addresses, spec.key)
+        found: Probe | None = None
+        if settings.num_proc > settings.min_num_proc:
+            with contextlib.suppress(NotEnoughSlotsError):
+                grace_s = min(settings.start_grace_s, settings.start_timeout_s)
+                found = probe(cluster, look, settings.num_proc, grace_s, waiting)
+        if found is None:
+            found = probe(cluster, look, settings.min_num_proc, settings.start_timeout_s, waiting)
+    if not found.seen:
+        waiting.show(Wait(WaitKind.REPORTED, detail=found.why), None)
+    cluster.take_reaches(spec, settings.min_num_proc, [reach for _, reach in found.seen])
+    return tuple(report for report, _ in found.seen)
 
 
 def wait_for_slots(cluster: Cluster, need: int, timeout_s: float, waiting: Waiting) -> None:
@@ -114,7 +128,7 @@ def wait_for_slots(cluster: Cluster, need: int, timeout_s: float, waiting: Waiti
         if wait != said:
             said = wait
             waiting.show(wait, start + timeout_s)
-        if waiting.stop.wait(min(cluster.poll_s, timeout_s - waited)):
+        if waiting.stop.wait(min(_POLL_S, timeout_s - waited)):
             raise JobCancelledError("cancelled while waiting for slots")
 
 
@@ -146,16 +160,12 @@ def probe(cluster: Cluster, look: Look, num_proc: int, timeout_s: float, waiting
         if executors == known and len(found.seen) >= num_proc and (cluster.slots_free() or 0) >= num_proc:
             return Probe(found.seen[:num_proc])
     task, name = _looking_task(look, cluster.needed_by_workers), f"spark_elastic: discovery of {num_proc} slots"
-    run = cluster.start_tasks(task, width, name, barrier=width > 1)
-    said = False
-    while True:
-        over = run.over.wait(_LOOK_S)
-        if over and run.error is not None and cluster.was_interrupted(run.error):
+    run, said = cluster.start_tasks(task, width, name, barrier=width > 1), False
+    while not run.over.wait(_LOOK_S) or (cluster.remote and run.error is not None and was_interrupted(run.error)):
+        if run.over.is_set():
             log.info("the probe's tasks were cancelled on the server; they are started again")
-            run, over = cluster.start_tasks(task, width, name, barrier=width > 1), False
-            waiting.stop.wait(cluster.poll_s)
-        if over:
-            break
+            run = cluster.start_tasks(task, width, name, barrier=width > 1)
+            waiting.stop.wait(_POLL_S)
         waited = clock.monotonic() - start
         if waited >= _REPORT_AFTER_S and not said:
             said = True
@@ -174,9 +184,9 @@ def probe(cluster: Cluster, look: Look, num_proc: int, timeout_s: float, waiting
         if executors is not None:
             _probed[cluster.application] = executors, found
         return found
-    if lost := cluster.lost(run.error):
+    if cluster.remote and (lost := why_session_is_gone(run.error)):
         raise SessionLostError(reason=lost, progress=None)
-    if (wrong_python := cluster.wrong_python(run.error)) is not None:
+    if (wrong_python := python_error_of(run.error, cluster.python, on_connect=cluster.remote)) is not None:
         raise wrong_python
     reason = loss_in_words(loss_of_error(run.error))
     if _REFUSED in str(run.error):

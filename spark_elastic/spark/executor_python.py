@@ -1,8 +1,8 @@
 """The Python that Spark's executors run: chosen in local mode, and checked before the first job.
 
-PySpark starts its Python workers with the `PYSPARK_PYTHON` of the driver's environment, or else with the `python3` that
-comes first in PATH, which is another Python than this program's where a virtual environment is used without being
-activated. It does not read `spark.pyspark.python`; spark-submit does, and sets the variable for the program it starts.
+PySpark starts the `PYSPARK_PYTHON` of the driver's environment, or else the `python3` that comes first in PATH: another
+Python than this program's where a virtual environment is used without being activated. It does not read
+`spark.pyspark.python`; spark-submit does, and sets the variable for the program it starts.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ _NO_ARROW = re.compile(r"No module named '(pandas|pyarrow)'|(PyArrow|Pandas) >= 
 def choose_python(context: Any) -> bool:
     """Have the Python workers of a local master run this program's Python, unless the user chose one.
 
-    In local mode PySpark's own choice would need an activated environment; this program's Python has the packages. The
-    context knows what the executors run: a variable that was set after it was made has no effect.
-
-    Returns: whether the workers run this program's Python.
+    The context knows what the executors run: a variable that was set after it was made has no effect. Returns whether
+    the workers run this program's Python.
     """
     if context.pythonExec == _DEFAULT != os.environ.get("PYSPARK_PYTHON"):
         if sys.executable and not _is_this_python(shutil.which(_DEFAULT)):
@@ -79,8 +77,7 @@ def refuse_python(answer: tuple[str, str, list[str]], *, on_connect: bool = Fals
     path, version, missing = answer
     if missing:
         alone = " (ship_package=True sends it)" if on_connect and list(missing) == ["spark_elastic"] else ""
-        problem = f"it has no {', '.join(missing)}{alone}"
-        raise python_error(f"{path} ({version})", problem=problem, on_connect=on_connect)
+        raise _python_error(f"{path} ({version})", f"it has no {', '.join(missing)}{alone}", on_connect)
 
 
 def python_error_of(error: BaseException, python: str, *, on_connect: bool = False) -> ExecutorPythonError | None:
@@ -89,19 +86,18 @@ def python_error_of(error: BaseException, python: str, *, on_connect: bool = Fal
     `python` is the program that Spark starts on the executors.
     """
     text = str(error)
+    theirs, problem = python, ""
     if _VERSION_DIFFERS.search(text):
-        return python_error(python, problem="its minor version is another one", on_connect=on_connect)
-    if program := _NOT_RUN.search(text):
-        return python_error(program[1], problem="there is no such program", on_connect=on_connect)
-    if _NOT_STARTED in text:
-        return python_error(python, problem="it does not start", on_connect=on_connect)
-    if found := _NO_ARROW.search(text):
-        package = (found[1] or found[2]).lower()
-        problem = f"it has no {package}, or a version that is too old"
-        return python_error(python, problem=problem, on_connect=on_connect)
-    return None
+        problem = "its minor version is another one"
+    elif program := _NOT_RUN.search(text):
+        theirs, problem = program[1], "there is no such program"
+    elif _NOT_STARTED in text:
+        problem = "it does not start"
+    elif found := _NO_ARROW.search(text):
+        problem = f"it has no {(found[1] or found[2]).lower()}, or a version that is too old"
+    return _python_error(theirs, problem, on_connect) if problem else None
 
 
-def python_error(theirs: str, *, problem: str, on_connect: bool = False) -> ExecutorPythonError:
+def _python_error(theirs: str, problem: str, on_connect: bool) -> ExecutorPythonError:
     ours, version = f"{sys.executable} ({platform.python_version()})", ".".join(platform.python_version_tuple()[:2])
     return ExecutorPythonError(theirs=theirs, ours=ours, problem=problem, version=version, on_connect=on_connect)

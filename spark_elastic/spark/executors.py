@@ -15,70 +15,28 @@ from spark_elastic.membership.events import ExecutorDecommissioned, ExecutorLost
 from spark_elastic.membership.reasons import LossCause, LossKind
 from spark_elastic.spark.bus import EVENT, BusListener
 from spark_elastic.spark.failures import loss_of_executor
-from spark_elastic.spark.jvm import close_connection, executor_ids, is_local, jvm_context, slots_now
+from spark_elastic.spark.jvm import close_connection, executor_ids, is_local_master, jvm_context, slots_now
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
 log = logging.getLogger(__name__)
 
+_INTERVAL_S = 0.2
 _PAUSE_PER_EXECUTOR_S = 0.02
 """Asking about one executor takes 0.2-2 ms. A pause that grows with their number keeps this below a tenth of a core,
 also where executors come and go all the time."""
 
 
-class ExecutorListener:
-    """The executor events of Spark's listener bus, as Python values.
-
-    Registered from its construction until `close`. One thread polls; any thread may close.
-
-    Raises:
-        py4j.protocol.Py4JError: The JVM has no java.beans (a JRE cut down by jlink).
-    """
-
-    def __init__(self, sc: SparkContext) -> None:
-        jvm: Any = sc._jvm
-        self._events = jvm.java.util.concurrent.LinkedBlockingQueue()
-        self._milliseconds = jvm.java.util.concurrent.TimeUnit.MILLISECONDS
-        self._removed: set[str] = set()
-        self._listener = BusListener(sc, dict.fromkeys(("onExecutorAdded", "onExecutorRemoved"), (self._events, EVENT)))
-
-    def poll(self, timeout_s: float) -> tuple[str, str | None] | None:
-        """Return the next executor with the reason why it is lost, or None for one that has registered.
-
-        Waits up to `timeout_s` for it. Returns None if there was none, or after `wake`.
-        """
-        event = self._events.poll(int(timeout_s * 1000), self._milliseconds)
-        if event is None or isinstance(event, str):
-            return None
-        executor = str(event.executorId())
-        if event.getClass().getSimpleName() == "SparkListenerExecutorAdded":
-            self._removed.discard(executor)
-            return executor, None
-        if executor in self._removed:  # Spark may post it twice
-            return None
-        self._removed.add(executor)
-        return executor, str(event.reason())
-
-    def wake(self) -> None:
-        """Make a `poll` that waits in another thread return at once."""
-        self._events.add("wake")
-
-    def close(self) -> None:
-        """Leave the bus. May be called again."""
-        self._listener.close()
-
-
 class ExecutorWatch:
-    """A thread that reports each lost or decommissioned executor once, and asks the scheduler every `interval_s`.
+    """A thread that reports each lost or decommissioned executor once, and asks the scheduler every `_INTERVAL_S`.
 
     It asks for the slots of all active executors at once. Only when their number has changed, or an executor has come
     or gone, does it ask about each executor. In local mode there is nothing to watch.
     """
 
-    def __init__(self, sc: SparkContext, *, interval_s: float = 0.2) -> None:
+    def __init__(self, sc: SparkContext) -> None:
         self._sc = sc
-        self._interval_s = interval_s
         self._post: Callable[[ExecutorDecommissioned | ExecutorLost], None]
         self._stopping = threading.Event()
         self._known: set[str] = set()
@@ -87,21 +45,25 @@ class ExecutorWatch:
         """The slots when each executor was last asked about; None if that has to be done again."""
         self._inactive: set[str] = set()
         """Executors that Spark does not use any more, for a reason that it has not said yet."""
-        self._pause_s = interval_s
-        self._listener: ExecutorListener | None = None
+        self._pause_s = _INTERVAL_S
+        self._removed: set[str] = set()
+        """Executors whose removal was reported. Spark may post it twice."""
+        self._listener: BusListener | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, post: Callable[[ExecutorDecommissioned | ExecutorLost], None]) -> None:
         """Call `post` from the watch's own thread for each event from now on, until `close`."""
         self._post = post
-        if is_local(self._sc):
+        if is_local_master(self._sc.master):
             return
+        jvm: Any = self._sc._jvm
+        self._events = jvm.java.util.concurrent.LinkedBlockingQueue()
+        self._milliseconds = jvm.java.util.concurrent.TimeUnit.MILLISECONDS
         try:
-            self._listener = ExecutorListener(self._sc)
+            wanted = dict.fromkeys(("onExecutorAdded", "onExecutorRemoved"), (self._events, EVENT))
+            self._listener = BusListener(self._sc, wanted)
         except Exception as error:  # the watch works without it, whatever the JVM lacks
-            log.warning(
-                "no executor listener (%s); lost executors are seen by asking every %.1f s", error, self._interval_s
-            )
+            log.warning("no executor listener (%s); lost executors are seen by asking every %.1f s", error, _INTERVAL_S)
         self._known = set(executor_ids(self._sc))  # after the listener, so that no executor is missed in between
         self._thread = threading.Thread(target=self._run, name="spark_elastic executors", daemon=True)
         self._thread.start()
@@ -111,7 +73,7 @@ class ExecutorWatch:
         self._stopping.set()
         try:
             if self._listener is not None:
-                self._listener.wake()
+                self._events.add("wake")  # ends a poll that waits in the thread
         except Exception as error:  # the JVM is gone, which ends the thread's wait for it as well
             log.debug("could not wake the executor watch: %s", error)
         finally:
@@ -139,14 +101,17 @@ class ExecutorWatch:
             self._compare()
         else:
             while (left := until - clock.monotonic()) > 0 and not self._stopping.is_set():
-                if (event := self._listener.poll(left)) is None:
+                event = self._events.poll(int(left * 1000), self._milliseconds)
+                if event is None or isinstance(event, str):
                     continue
-                self._slots, (executor, why) = None, event
-                if why is None:
+                self._slots, executor = None, str(event.executorId())
+                if event.getClass().getSimpleName() == "SparkListenerExecutorAdded":
                     self._known.add(executor)
-                else:
+                    self._removed.discard(executor)
+                elif executor not in self._removed:
                     self._known.discard(executor)
-                    self._post(ExecutorLost(executor, loss_of_executor(why)))
+                    self._removed.add(executor)
+                    self._post(ExecutorLost(executor, loss_of_executor(str(event.reason()))))
         if not self._stopping.is_set():
             self._ask_for_decommissions()
 
@@ -165,7 +130,7 @@ class ExecutorWatch:
             asked = self._inactive & self._known
         else:
             self._slots, asked = slots, self._known - self._leaving
-        self._pause_s = max(self._interval_s, _PAUSE_PER_EXECUTOR_S * len(asked))
+        self._pause_s = max(_INTERVAL_S, _PAUSE_PER_EXECUTOR_S * len(asked))
         if not asked:
             return
         self._inactive.clear()

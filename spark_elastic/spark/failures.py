@@ -39,7 +39,12 @@ def loss_of(message: str) -> LossCause:
         executor, how, reason = lost.groups()
         return LossCause(LossKind.EXECUTOR_LOST, name=executor, because=loss_of_executor(reason or how))
     if missing := _MODULE_MISSING.search(message):
-        return reported(_module_missing(missing.group(1)))
+        send = ", or ship it with sc.addPyFile or spark.submit.pyFiles"
+        name, ours = missing.group(1), missing.group(1).partition(".")[0] == "spark_elastic"
+        return reported(
+            f"the executors cannot import {'spark_elastic' if ours else name}: install it into the Python that they "
+            f"run (PYSPARK_PYTHON){send if ours else ''}"
+        )
     if _PYTHON_VERSION.search(message):
         return reported(
             f"the executors run another Python than the driver; before the session starts, set {PYTHON_SETTING} to a "
@@ -80,16 +85,6 @@ def _unexplained(words: str) -> LossCause:
     return LossCause(LossKind.UNEXPLAINED, detail=words)
 
 
-def _module_missing(module: str) -> str:
-    package = module.partition(".")[0]
-    if package == "spark_elastic":
-        return (
-            "the executors cannot import spark_elastic: install it into the Python that they run "
-            "(PYSPARK_PYTHON), or ship it with sc.addPyFile or spark.submit.pyFiles"
-        )
-    return f"the executors cannot import {module}: install it into the Python that they run (PYSPARK_PYTHON)"
-
-
 def _last_exception(message: str) -> str:
     """Return the exception of the last Python traceback: the first line below it that is not indented."""
     lines = message.rpartition("Traceback (most recent call last)")[2].splitlines()
@@ -118,11 +113,6 @@ def loss_of_error(error: BaseException) -> LossCause:
     if isinstance(error, (Py4JError, PySparkException)):
         return loss_of(str(error))
     return reported(f"{type(error).__name__}: {loss_in_words(loss_of(str(error)))}")
-
-
-def loss_of_gone(why: str) -> LossCause:
-    """Return the cause of a loss from `why_gone`'s answer."""
-    return _unexplained(why) if why == JVM_GONE else reported(why)
 
 
 def failed_in_driver(error: Exception) -> bool:

@@ -48,14 +48,13 @@ def java_major_version(said: str) -> int | None:
 
 
 def _no_java(problem: str) -> JavaNotFoundError:
-    return JavaNotFoundError(f"{problem}. {_how_to_install_java(sys.platform)}")
-
-
-def _how_to_install_java(platform: str) -> str:
     mac = f"brew install openjdk@{_JAVA}"
-    if platform == "darwin":
-        return f"On macOS: {mac}"
-    return (
-        f"On Debian and Ubuntu: sudo apt-get install -y openjdk-{_JAVA}-jre-headless; "
-        f"on Fedora: sudo dnf install java-{_JAVA}-openjdk-headless; on macOS: {mac}"
+    install = (
+        f"On macOS: {mac}"
+        if sys.platform == "darwin"
+        else (
+            f"On Debian and Ubuntu: sudo apt-get install -y openjdk-{_JAVA}-jre-headless; "
+            f"on Fedora: sudo dnf install java-{_JAVA}-openjdk-headless; on macOS: {mac}"
+        )
     )
+    return JavaNotFoundError(f"{problem}. {install}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.spark.failures import JVM_GONE, STOPPED
 
 if TYPE_CHECKING:
@@ -33,23 +34,22 @@ def jvm_context(sc: SparkContext) -> Any:
     return java_context.sc()
 
 
-def why_gone(sc: SparkContext) -> str | None:
+def why_gone(sc: SparkContext) -> LossCause | None:
     """Return why this context will never run a job again; None if it may run one."""
     from py4j.protocol import Py4JNetworkError
 
     try:
-        return STOPPED if jvm_context(sc).isStopped() else None
+        return reported(STOPPED) if jvm_context(sc).isStopped() else None
     except RuntimeError as error:
-        return str(error)
+        return reported(str(error))
     except (Py4JNetworkError, ConnectionError):
-        return JVM_GONE
+        return LossCause(LossKind.UNEXPLAINED, detail=JVM_GONE)
 
 
 def close_connection(context: Any) -> None:
-    """Close this thread's connection to the JVM. To be called before the thread ends.
+    """Close this thread's connection to the JVM, before the thread ends.
 
-    Otherwise Py4J closes it from a finalizer after the thread's end, and the log call in there leaves a stale entry
-    behind in `threading.enumerate()`.
+    Py4J's finalizer would do so after its end, and leave a stale entry behind in `threading.enumerate()`.
     """
     from py4j.protocol import Py4JError
 
@@ -74,18 +74,3 @@ def slots_now(context: Any) -> int:
 def executor_ids(sc: SparkContext) -> list[str]:
     """Return the registered executors. Not for local mode, where Spark logs a warning at each call."""
     return str(jvm_context(sc).getExecutorIds().mkString("\n")).split()  # one call, not one for each
-
-
-def running_tasks(sc: SparkContext) -> int:
-    """Return how many tasks of the application run now."""
-    counts = str(jvm_context(sc).taskScheduler().runningTasksByExecutors().values().mkString(" "))
-    return sum(map(int, counts.split()))
-
-
-def is_local(sc: SparkContext) -> bool:
-    """Return True if tasks run inside the driver's own JVM (`local[N]`, but not `local-cluster`)."""
-    return bool(jvm_context(sc).isLocal())
-
-
-def dynamic_allocation(sc: SparkContext) -> bool:
-    return setting_of(sc, "spark.dynamicAllocation.enabled") == "true" and not is_local(sc)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
 import logging
 import re
 import threading
@@ -15,18 +14,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from spark_elastic import clock
 from spark_elastic.membership.launcher import LaunchEnd, OnEnded
-from spark_elastic.membership.reasons import LossCause, reported
+from spark_elastic.membership.reasons import LossCause, loss_in_words, reported
 from spark_elastic.membership.topology import LaunchId, SlotId
 from spark_elastic.spark.agent_task import AgentEntry, agent_task, outcome_of
-from spark_elastic.spark.failures import STOPPED, failed_in_driver, loss_of_error, loss_of_gone
+from spark_elastic.spark.failures import failed_in_driver, loss_of_error
 from spark_elastic.spark.jvm import close_connection, why_gone
 from spark_elastic.spark.slot_jobs import SlotJob, SlotJobs
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
-
-_PIECE_BYTES = 16 << 20
-"""Size of the pieces in which a result comes from Spark's JVM."""
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +35,6 @@ _SUBMITTED_AT_A_TIME = 16
 """Jobs that are submitted before the ends of others are looked at again; each takes some milliseconds."""
 _FAILURE_KNOWN_S = 5.0
 """Spark's status store knows a failed task's error a moment after the event. It is asked for at most this long."""
-_STOPPED_S = 3.0
-"""Seconds after the SparkContext's stop in which Spark reports the ends of its jobs. It forgets a job that is submitted
-at the moment of the stop."""
-_TASK_LOST = reported("the slot's task was lost")
 
 
 @dataclass(slots=True, eq=False)
@@ -51,14 +43,10 @@ class _Launch:
 
     slot: SlotId
     id: LaunchId
-    group: str
-    """Spark's job group. New for each launch, because Spark may remember a cancelled group."""
     stop_cause: LossCause | None = None
     """Set once, under the launcher's lock, when the job has to end. It may not be submitted yet."""
     job: SlotJob | None = None
     """Set once by the launcher's thread, when the job is submitted."""
-    asked: float = 0.0
-    """When Spark was last asked whether the job is over."""
     suspect_until: float = 0.0
     """A task of the job has ended: until then its failure is looked for in the status store."""
 
@@ -83,12 +71,11 @@ class SparkLauncher:
     executors' block managers, and passed to `agent_entry` as the fourth argument."""
     description: str
     """Text in Spark's UI before ": worker slot 3"."""
-    apart: bool | None = None
-    """True: agents run in Python workers that no other task uses. Default: True where Spark may kill a Python worker
-    that it has reused."""
 
     def __post_init__(self) -> None:
-        self._apart = kills_reused_workers(self.sc.version) if self.apart is None else self.apart
+        # The monitor of a cancelled task may kill a Python worker that has been reused by then (SPARK-54217).
+        self._apart = tuple(map(int, re.findall(r"\d+", self.sc.version)[:2])) < (4, 3)
+        """True: agents run in Python workers that no other task uses."""
         self._broadcast: Any = None
         self._group_prefix = f"spark_elastic-{uuid.uuid4().hex[:12]}"
         self._jobs = SlotJobs(self.sc)
@@ -108,17 +95,11 @@ class SparkLauncher:
         self._by_stage: dict[int, _Launch] = {}
         self._suspects: set[_Launch] = set()
         self._next_ask = 0.0
-        self._stopped_at: float | None = None
 
     def launch(self, slot: SlotId) -> None:
         with self._changed:
-            if slot in self._running:
-                raise ValueError(f"slot {slot} is still running; wait for its end before the next launch")
             self._launches += 1
-            launch = _Launch(slot, self._launches, f"{self._group_prefix}-{slot}-{self._launches}")
-            if self._closed:
-                launch.stop_cause = reported("the launcher is closed")
-            self._running[slot] = launch
+            launch = self._running[slot] = _Launch(slot, self._launches)
             self._to_submit.append(launch)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="spark_elastic launcher", daemon=True)
@@ -149,10 +130,8 @@ class SparkLauncher:
         pass  # only `QueuedLauncher` needs it
 
     def gone(self) -> str | None:
-        if threading.current_thread() is self._thread:
-            return why_gone(self.sc)
         # A JVM that hangs must not block the driver: ask in another thread and wait for it a second at most.
-        answer: list[str | None] = []
+        answer: list[LossCause | None] = []
 
         def ask() -> None:
             answer.append(why_gone(self.sc))
@@ -161,7 +140,7 @@ class SparkLauncher:
         thread = threading.Thread(target=ask, name="spark_elastic context check", daemon=True)
         thread.start()
         thread.join(1.0)
-        return answer[0] if answer else None
+        return loss_in_words(answer[0]) if answer and answer[0] else None
 
     def close(self, deadline_s: float) -> None:
         with self._changed:
@@ -181,27 +160,20 @@ class SparkLauncher:
     # --- the launcher's thread ------------------------------------------------------------------
 
     def _work(self) -> None:
+        listening = False
         try:
-            while True:
-                listening = self._open()
-                while self._turn(listening):
-                    pass
-                self._jobs.close()
-                self._destroy_broadcast()
-                with self._changed:
-                    if not self._running:
-                        self._thread = None
-                        return
+            try:
+                listening = self._jobs.open(cast("SparkContext", _SeparateWorkers(self.sc)) if self._apart else self.sc)
+            except Exception as error:  # the jobs say why, if they cannot run either
+                log.debug("could not prepare the slots' jobs: %s", error)
+            while self._turn(listening):
+                pass
+            self._jobs.close()
+            if self._broadcast is not None:
+                with contextlib.suppress(Exception):  # a stopped context has destroyed it, and raises various errors
+                    self._broadcast.destroy()
         finally:
             close_connection(self.sc)
-
-    def _open(self) -> bool:
-        """Listen to Spark. Returns False if that is not possible; the jobs then say why, if they cannot run either."""
-        try:
-            return self._jobs.open(cast("SparkContext", _SeparateWorkers(self.sc)) if self._apart else self.sc)
-        except Exception as error:
-            log.debug("could not prepare the slots' jobs: %s", error)
-            return False
 
     def _turn(self, listening: bool) -> bool:
         """Submit and cancel what there is to, then look at what has happened. Returns False at the end."""
@@ -235,36 +207,18 @@ class SparkLauncher:
             return
         slot = launch.slot
         try:
-            payload = self.payload_for_slot(slot)
-            task = agent_task(
-                self.agent_entry,
-                slot,
-                launch.id,
-                payload,
-                _PIECE_BYTES,
-                shared=self._shared_variable(),
-                once=self._apart,
-            )
-            rdd, deserializer = self._jobs.rdd_of(task)
-            launch.job = self._jobs.submit(rdd, deserializer, launch.group, f"{self.description}: worker slot {slot}")
+            if self._broadcast is None and self.shared is not None:
+                self._broadcast = self.sc.broadcast(self.shared)
+            work = self.agent_entry, slot, launch.id, self.payload_for_slot(slot)
+            task = agent_task(*work, shared=self._broadcast, once=self._apart)
+            group = f"{self._group_prefix}-{slot}-{launch.id}"  # a new one: Spark may remember one that was cancelled
+            launch.job = self._jobs.submit(task, group, f"{self.description}: worker slot {slot}")
         except Exception as error:
             gone = self._why_gone()  # which the error of a stopped context rarely says
-            cause = launch.stop_cause or (loss_of_error(error) if gone is None else loss_of_gone(gone))
+            cause = launch.stop_cause or gone or loss_of_error(error)
             self._over(launch, LaunchEnd(slot, cause, submitted=not failed_in_driver(error)))
             return
         self._by_job[launch.job.id] = launch
-
-    def _shared_variable(self) -> Any:
-        """Return the broadcast variable, created for the first slot that needs it; None if nothing is shared."""
-        if self._broadcast is None and self.shared is not None:
-            self._broadcast = self.sc.broadcast(self.shared)
-        return self._broadcast
-
-    def _destroy_broadcast(self) -> None:
-        if self._broadcast is not None:
-            with contextlib.suppress(Exception):  # a stopped context has destroyed it, and raises various errors
-                self._broadcast.destroy()
-            self._broadcast = None
 
     def _hear(self) -> None:
         """Handle the events of the bus."""
@@ -301,9 +255,8 @@ class SparkLauncher:
         """
         if self._end_all_if_gone():
             return
-        now = clock.monotonic()
-        for launch in heapq.nsmallest(_ASKED_EACH_TIME, self._by_job.values(), key=lambda launch: launch.asked):
-            launch.asked = now
+        for job, launch in list(self._by_job.items())[:_ASKED_EACH_TIME]:
+            self._by_job[job] = self._by_job.pop(job)  # the last to be asked about again
             assert launch.job is not None
             if self._jobs.is_over(launch.job):
                 self._finish(launch)
@@ -313,21 +266,18 @@ class SparkLauncher:
                 self._look_for_failure(launch)
 
     def _end_all_if_gone(self) -> bool:
-        """End all launches if Spark's JVM is gone, or if the context was stopped a while ago."""
+        """End all launches if the context was stopped, or its JVM is gone. Spark forgets some jobs as it stops."""
         gone = self._why_gone()
         if gone is None:
-            return False
-        self._stopped_at = self._stopped_at or clock.monotonic()
-        if gone == STOPPED and clock.monotonic() - self._stopped_at < _STOPPED_S:
             return False
         with self._changed:
             launches = list(self._running.values())
             self._to_submit.clear()
         for launch in launches:
-            self._over(launch, LaunchEnd(launch.slot, launch.stop_cause or loss_of_gone(gone)))
+            self._over(launch, LaunchEnd(launch.slot, launch.stop_cause or gone))
         return True
 
-    def _why_gone(self) -> str | None:
+    def _why_gone(self) -> LossCause | None:
         try:
             return why_gone(self.sc)
         except Exception as error:  # a context that is being stopped; the thread must outlive that
@@ -340,20 +290,17 @@ class SparkLauncher:
         assert job is not None
         try:
             outcome = outcome_of(self._jobs.result(job))
-            end = LaunchEnd(slot, self._why_lost(job) if outcome is None else outcome.cause, outcome)
+            cause = outcome.cause if outcome is not None else None
+            if cause is None:
+                with contextlib.suppress(Exception):  # Spark has forgotten the job or its stage, and says so variously
+                    cause = self._jobs.failure(job)
+            end = LaunchEnd(slot, cause or reported("the slot's task was lost"), outcome)
         except Exception as error:
             end = LaunchEnd(slot, loss_of_error(error), submitted=not failed_in_driver(error))
         delivered = end.outcome is not None and end.outcome.result is not None
         if launch.stop_cause is not None and not delivered:  # Spark only knows that it was cancelled
             end = LaunchEnd(slot, launch.stop_cause, submitted=end.submitted)
         self._over(launch, end)
-
-    def _why_lost(self, job: SlotJob) -> LossCause:
-        try:
-            return self._jobs.failure(job) or _TASK_LOST
-        except Exception as error:  # Spark has forgotten the job or its stage; which error that gives depends on Spark
-            log.debug("no failure of job %d is known: %s", job.id, error)
-            return _TASK_LOST
 
     def _over(self, launch: _Launch, end: LaunchEnd) -> None:
         if launch.job is not None:
@@ -381,9 +328,3 @@ class _SeparateWorkers:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sc, name)
-
-
-def kills_reused_workers(pyspark_version: str) -> bool:
-    """Return True if the monitor of a cancelled task may kill a Python worker that runs another task (SPARK-54217)."""
-    numbers = re.findall(r"\d+", pyspark_version)[:2]
-    return tuple(map(int, numbers)) < (4, 3)

@@ -27,10 +27,7 @@ def check_modules(cluster: Cluster, pickled: bytes, env: Mapping[str, str] | Non
 
     Where all slots are taken for longer than `PATIENCE_S`, nothing is found out: the worker names what it lacks.
 
-    Args:
-        cluster: Where the pickle is to be loaded.
-        pickled: A pickle of protocol 4 or newer.
-        env: What is set in the environment of workers. A PYTHONPATH is one that Spark's own Python does not have.
+    The pickle has protocol 4 or newer. `env` is the workers' environment: with a PYTHONPATH, nothing is looked for.
 
     Raises:
         NotPicklableError: Executors cannot import one of them.

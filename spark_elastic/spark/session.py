@@ -27,7 +27,7 @@ def cluster_of(spark: Any) -> Cluster:
         from pyspark import SparkContext
     except ImportError:
         raise NoSparkContextError(
-            "pyspark is not installed; pip install 'spark-elastic[spark]', or use the local launcher"
+            "pyspark is not installed; install spark-elastic with the extra [spark], or use the local launcher"
         ) from None
     context = spark if isinstance(spark, SparkContext) else getattr(spark, "sparkContext", None)
     if not isinstance(context, SparkContext):

@@ -64,8 +64,6 @@ class SlotJobs:
         self._sc = sc
         self._context: Any = jvm_context(sc)  # PySpark drops it when the context is stopped; the ends come later
         self._properties: Any = self._context.getLocalProperties().clone()
-        self._source: Any = None
-        """The RDD of one row that the tasks are functions of; one for all jobs."""
         self._listener: BusListener | None = None
 
     def open(self, source_context: SparkContext) -> bool:
@@ -74,14 +72,14 @@ class SlotJobs:
         The tasks take their environment variables from `source_context`.
         """
         jvm: Any = self._sc._jvm
-        if self._source is None:
-            self._source = self._sc.parallelize([0], 1)
-            self._source.ctx = source_context
-            self._seconds = jvm.java.util.concurrent.TimeUnit.SECONDS
-            # No interruptOnCancel: an interrupt does not reach the Python process any sooner. With or without it the
-            # executor kills the process 2-4 s after the cancellation (spark.python.task.killTimeout), so agents are
-            # asked to end before that.
-            self._properties.setProperty("spark.job.interruptOnCancel", "false")
+        self._source: Any = self._sc.parallelize([0], 1)
+        """The RDD of one row that the tasks are functions of; one for all jobs."""
+        self._source.ctx = source_context
+        self._seconds = jvm.java.util.concurrent.TimeUnit.SECONDS
+        # No interruptOnCancel: an interrupt does not reach the Python process any sooner. With or without it the
+        # executor kills the process 2-4 s after the cancellation (spark.python.task.killTimeout), so agents are asked
+        # to end before that.
+        self._properties.setProperty("spark.job.interruptOnCancel", "false")
         # Tasks are many, in other jobs of the application: only the numbers of their stages are kept, each once.
         self._events: Any = jvm.java.util.concurrent.LinkedBlockingQueue()
         self._stages: Any = jvm.java.util.concurrent.ConcurrentSkipListSet()
@@ -97,21 +95,17 @@ class SlotJobs:
         return self._listener is not None
 
     def close(self) -> None:
-        """Stop listening. `open` may be called again."""
+        """Stop listening."""
         if self._listener is not None:
             self._listener.close()
-            self._listener = None
 
-    def rdd_of(self, task: Callable[[Any], Any]) -> tuple[Any, Any]:
-        """Return the JavaRDD whose only partition is what `task` returns, and the deserializer of its rows."""
-        rdd = self._source.mapPartitions(task)
-        return rdd._jrdd, rdd._jrdd_deserializer
-
-    def submit(self, rdd: Any, deserializer: Any, group: str, description: str) -> SlotJob:
-        """Start the job that collects a JavaRDD of one partition, from `rdd_of`; returns at once.
+    def submit(self, task: Callable[[Any], Any], group: str, description: str) -> SlotJob:
+        """Start the job that collects the rows of a task; returns at once.
 
         `group` is Spark's job group, `description` the name of the job and its stage in Spark's UI.
         """
+        rdd = self._source.mapPartitions(task)
+        java = rdd._jrdd
         properties = {
             "spark.jobGroup.id": group,
             "spark.job.description": description,
@@ -121,8 +115,8 @@ class SlotJobs:
             self._properties.setProperty(name, value)
         # They belong to the JVM thread behind this thread's connection, and each job gets a copy of them.
         self._context.setLocalProperties(self._properties)
-        future = rdd.collectAsync()
-        return SlotJob(int(future.jobIds().get(0)), future, deserializer)
+        future = java.collectAsync()
+        return SlotJob(int(future.jobIds().get(0)), future, rdd._jrdd_deserializer)
 
     def cancel(self, job: SlotJob) -> None:
         """End a job. It is over when `hear` or `is_over` says so."""

@@ -21,93 +21,68 @@ log = logging.getLogger(__name__)
 
 
 class QueueState(enum.Enum):
-    """The position of a job in the queue."""
+    """The position of a job in the queue: another job gathers its workers; it gathers them; it has its minimum."""
 
-    WAITING = "another job is gathering its workers"
-    GATHERING = "gathering its minimum"
-    HOLDING = "has its minimum"
-
-
-@dataclass(eq=False, slots=True)
-class Reservation:
-    """One job's entry in the queue. Made by `SlotQueue.enter`."""
-
-    job: str
-    on_change: Callable[[], None]
-    state: QueueState = QueueState.WAITING
-    has_begun: bool = False
-    """True once the job has held its minimum: its agents may hold a training state and are not taken from it."""
+    WAITING, GATHERING, HOLDING = range(3)
 
 
 class SlotQueue:
-    """The queue of the jobs of one Spark application.
-
-    Any thread may call it. `on_change` is called without the lock.
-    """
+    """The queue of the jobs of one Spark application. Any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._reservations: list[Reservation] = []
+        self._jobs: list[QueuedLauncher] = []
         """In order of arrival."""
 
-    def enter(self, job: str, on_change: Callable[[], None]) -> Reservation:
-        """Add a job. `on_change` is called, from any thread, whenever the state of any reservation may have changed."""
-        reservation = Reservation(job, on_change)
+    def enter(self, job: QueuedLauncher) -> None:
+        """Add a job. Its `look_again` is called, without the lock, whenever the state of a job may have changed."""
         with self._lock:
-            self._reservations.append(reservation)
+            job.state = QueueState.WAITING
+            self._jobs.append(job)
         self._settle()
-        return reservation
 
-    def gathered(self, reservation: Reservation) -> None:
-        """Record that the job has its minimum; the next job may gather."""
+    def count(self, job: QueuedLauncher, has_minimum: bool) -> None:
+        """Record whether a job has its minimum; if it fell below it, it has to gather again."""
         with self._lock:
-            if reservation not in self._reservations or reservation.state is QueueState.HOLDING:
+            if job not in self._jobs or has_minimum is (job.state is QueueState.HOLDING):
                 return
-            reservation.state = QueueState.HOLDING
-            reservation.has_begun = True
+            job.state = QueueState.HOLDING if has_minimum else QueueState.WAITING
+            job.has_begun = True
         self._settle()
 
-    def short(self, reservation: Reservation) -> None:
-        """Record that the job fell below its minimum and has to gather again."""
-        with self._lock:
-            if reservation not in self._reservations or reservation.state is not QueueState.HOLDING:
-                return
-            reservation.state = QueueState.WAITING
-        self._settle()
-
-    def leave(self, reservation: Reservation) -> None:
+    def leave(self, job: QueuedLauncher) -> None:
         """Remove a job at its end. May be called again."""
         with self._lock:
-            if reservation not in self._reservations:
+            if job not in self._jobs:
                 return
-            self._reservations.remove(reservation)
+            self._jobs.remove(job)
         self._settle()
 
-    def is_contended(self, mine: Reservation) -> bool:
+    def is_contended(self, mine: QueuedLauncher) -> bool:
         """Return True if another job waits for its minimum."""
         with self._lock:
-            return any(each.state is not QueueState.HOLDING for each in self._reservations if each is not mine)
+            return any(each.state is not QueueState.HOLDING for each in self._jobs if each is not mine)
 
-    def gathers_before(self, mine: Reservation) -> str | None:
+    def gathers_before(self, mine: QueuedLauncher) -> str | None:
         """Return the name of the job that gathers now, if it is another one."""
         with self._lock:
-            gathering = (each for each in self._reservations if each.state is QueueState.GATHERING)
+            gathering = (each for each in self._jobs if each.state is QueueState.GATHERING)
             return next((each.job for each in gathering if each is not mine), None)
 
     def _settle(self) -> None:
         """Let the next job gather if none does, and notify all jobs."""
         with self._lock:
-            gathering = next((each for each in self._reservations if each.state is QueueState.GATHERING), None)
-            waiting = [each for each in self._reservations if each.state is QueueState.WAITING]
+            gathering = next((each for each in self._jobs if each.state is QueueState.GATHERING), None)
+            waiting = [each for each in self._jobs if each.state is QueueState.WAITING]
             urgent = next((each for each in waiting if each.has_begun), None)
             if gathering is not None and not gathering.has_begun and urgent is not None:
                 gathering.state = QueueState.WAITING
                 gathering = None
             if gathering is None and waiting:
                 (urgent or waiting[0]).state = QueueState.GATHERING
-            others = list(self._reservations)
-        for each in others:
-            each.on_change()
+            jobs = list(self._jobs)
+        for each in jobs:
+            each.look_again()
 
 
 _queues: dict[str, SlotQueue] = {}
@@ -147,17 +122,21 @@ class QueuedLauncher:
         self._joined: set[SlotId] = set()
         self._closed = False
         self._launcher = build(self._ended)
-        self._reservation: Reservation | None = None
         self._logged: str | None = None
+        # --- under the queue's lock ---
+        self.state: QueueState | None = None
+        """None before the first launch: a job that cannot be placed yet blocks no other."""
+        self.has_begun = False
+        """True once the job has held its minimum: its agents may hold a training state and are not taken from it."""
 
     def launch(self, slot: SlotId) -> None:
-        if self._reservation is None:  # entered now and not before: a job that cannot be placed yet blocks no other
-            self._reservation = self.queue.enter(self.job, self._look_again)
+        if self.state is None:
+            self.queue.enter(self)
         with self._lock:
             if slot in self._held or slot in self._launched or slot in self._taken_back:
                 raise ValueError(f"slot {slot} is still running; wait for its end before the next launch")
             self._held.add(slot)
-        self._look_again()
+        self.look_again()
 
     def withdraw(self, slot: SlotId, cause: LossCause) -> None:
         with self._lock:
@@ -182,19 +161,13 @@ class QueuedLauncher:
     def agent_present(self, slot: SlotId, present: bool) -> None:
         self._launcher.agent_present(slot, present)
         with self._lock:
-            had = len(self._joined)
             if present:
                 self._joined.add(slot)
             else:
                 self._joined.discard(slot)
-            have = len(self._joined)
-        if self._reservation is None:
-            return
-        if have >= self.need:
-            self.queue.gathered(self._reservation)
-        elif had >= self.need:
-            self.queue.short(self._reservation)
-        self._look_again()
+            has_minimum = len(self._joined) >= self.need
+        self.queue.count(self, has_minimum)
+        self.look_again()
 
     def gone(self) -> str | None:
         return self._launcher.gone()
@@ -206,23 +179,19 @@ class QueuedLauncher:
         try:
             self._launcher.close(deadline_s)
         finally:
-            if self._reservation is not None:
-                self.queue.leave(self._reservation)
+            self.queue.leave(self)
         for slot in sorted(held):
             self.on_ended(LaunchEnd(slot, reported("the job is over")))
 
-    def _look_again(self) -> None:
+    def look_again(self) -> None:
         """Take back launches above the limit, and pass on held ones below it."""
         with self._lock:
-            reservation = self._reservation
-            if self._closed or reservation is None:  # None: the queue's first call comes from within `enter`
+            if self._closed or self.state is None:
                 return
-            limit = self._limit(reservation)
-            not_begun = reservation.state is QueueState.WAITING and not reservation.has_begun
-            spare: list[SlotId] = []
-            if len(self._launched) > limit:
-                kept = () if not_begun else self._joined  # their agents may hold a training state
-                spare = sorted(self._launched.difference(kept))
+            limit = self._limit()
+            not_begun = self.state is QueueState.WAITING and not self.has_begun
+            kept = () if not_begun else self._joined  # their agents may hold a training state
+            spare = sorted(self._launched.difference(kept))
             while len(self._launched) > limit and spare:
                 slot = spare.pop()
                 self._launched.remove(slot)
@@ -233,16 +202,16 @@ class QueuedLauncher:
                 self._held.remove(slot)
                 self._launched.add(slot)
                 self._launcher.launch(slot)
-            before = self.queue.gathers_before(reservation) if self._held else None
+            before = self.queue.gathers_before(self) if self._held else None
             if before is not None and before != self._logged:
                 log.info("%s holds %d launches back until job %s has its workers", self.job, len(self._held), before)
             self._logged = before
 
-    def _limit(self, reservation: Reservation) -> int:
+    def _limit(self) -> int:
         """Return the number of slots that may be launched now."""
-        if reservation.state is QueueState.WAITING:
-            return len(self._joined) if reservation.has_begun else 0
-        if self.queue.is_contended(reservation):
+        if self.state is QueueState.WAITING:
+            return len(self._joined) if self.has_begun else 0
+        if self.queue.is_contended(self):
             return max(self.need, len(self._joined))
         return len(self._launched) + len(self._held)
 
@@ -260,4 +229,4 @@ class QueuedLauncher:
                 report = True
         if report:
             self.on_ended(end)
-        self._look_again()
+        self.look_again()

@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
+import functools
 import logging
 import os
 import pickle
-import platform
 import socket
 import sys
 from collections.abc import Iterable, Sequence
@@ -27,27 +27,9 @@ from spark_elastic.membership.topology import LaunchId, Place, SlotId, SlotRepor
 from spark_elastic.task.memory_kills import describe_kills, memory_kills
 from spark_elastic.task.reaper import default_child_signal, open_pidfd
 from spark_elastic.task.worker_process import WorkerProcess, worker_environment
+from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import MessageStream, retry_pause_s
 from spark_elastic.wire.interfaces import interface_addresses, is_ipv6
-from spark_elastic.wire.messages import (
-    AgentHeartbeat,
-    AgentHello,
-    AgentWelcome,
-    FinishAgent,
-    FunctionPart,
-    FunctionWanted,
-    InterfacesChanged,
-    LaunchSpec,
-    Message,
-    OutputLines,
-    PeersReachable,
-    ProbePeers,
-    ResultStored,
-    StartWorkerProcess,
-    StopWorkerProcess,
-    WorkerDying,
-    WorkerExited,
-)
 from spark_elastic.wire.ports import ANY, Ports, split_port, taken_in_words, with_port
 
 logger = logging.getLogger("spark_elastic.task")
@@ -123,15 +105,12 @@ def _bound(addresses: list[str], ports: Iterable[int]) -> list[socket.socket] | 
         sockets: list[socket.socket] = []
         taken = False
         for address in addresses:
-            sock = socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET, socket.SOCK_STREAM)
-            sock.setblocking(False)
-            if port:  # connections of an agent before this one may still be in TIME_WAIT
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
+            at = address, sockets[0].getsockname()[1] if sockets else port
             try:
-                sock.bind((address, sockets[0].getsockname()[1] if sockets else port))
-                sock.listen(_PROBE_BACKLOG)
+                sock = socket.create_server(at, family=family, backlog=_PROBE_BACKLOG)
+                sock.setblocking(False)
             except OSError as error:
-                sock.close()
                 taken = error.errno == errno.EADDRINUSE
                 if taken:
                     break
@@ -146,40 +125,28 @@ def _bound(addresses: list[str], ports: Iterable[int]) -> list[socket.socket] | 
 
 
 def run_agent(
-    order: LaunchSpec,
-    slot: SlotId,
-    launch: LaunchId,
-    report: SlotReport,
-    guardian: int | None = None,
-    server_guardians: Sequence[int] = (),
+    order: wire.LaunchSpec, slot: SlotId, launch: LaunchId, report: SlotReport, guardians: Sequence[int] = ()
 ) -> AgentOutcome:
     """Run one agent to its end, on the calling (main) thread.
 
     A failure of the job is an outcome, not an exception: Spark would run a failed task again without the driver. The
-    agent ends with the executor's JVM, its `guardian`; a fork server ends with the `server_guardians`, see
-    `ForkServer`.
+    agent ends with its first guardian, the executor's JVM; a fork server ends with all of them, see `ForkServer`.
     """
     with default_child_signal():
-        return asyncio.run(_Agent(order, slot, launch, report, guardian, server_guardians).run())
+        return asyncio.run(_Agent(order, slot, launch, report, guardians).run())
 
 
+@dataclasses.dataclass(eq=False)
 class _Agent:
-    def __init__(
-        self,
-        order: LaunchSpec,
-        slot: SlotId,
-        launch: LaunchId,
-        report: SlotReport,
-        guardian: int | None,
-        server_guardians: Sequence[int],
-    ) -> None:
-        self._order = order
-        self._server_guardians = server_guardians
-        self._slot = slot
-        self._launch = launch
-        self._report = report
-        self._guardian = guardian
-        self._env = worker_environment(order, dict(os.environ), sys.path, report.cores, report.accelerators)
+    _order: wire.LaunchSpec
+    _slot: SlotId
+    _launch: LaunchId
+    _report: SlotReport
+    _guardians: Sequence[int]
+
+    def __post_init__(self) -> None:
+        report = self._report
+        self._env = worker_environment(self._order, dict(os.environ), sys.path, report.cores, report.accelerators)
         self._stream: MessageStream | None = None
         self._process: WorkerProcess | None = None
         self._running: set[WorkerProcess] = set()
@@ -187,7 +154,7 @@ class _Agent:
         self._all_gone = asyncio.Event()
         """Set while `_running` is empty."""
         self._all_gone.set()
-        self._finish: FinishAgent | None = None
+        self._finish: wire.FinishAgent | None = None
         """Why and how the agent has to end; None while it runs."""
         self._kind = LossKind.REPORTED
         """The kind of cause that `_finish` is, for the agent's outcome."""
@@ -195,10 +162,6 @@ class _Agent:
         """The executor's JVM has ended: workers die because the agent kills them, and Spark reports why."""
         self._over = asyncio.Event()
         """Set together with `_finish`."""
-        self._opened = asyncio.Event()
-        """Set once the driver is authenticated."""
-        self._dropped = asyncio.Event()
-        """Set when the current attempt to connect ended without authentication."""
         self._silence_limit_s = float("inf")
         self._last_heard = clock.monotonic()
         self._probes: set[asyncio.Task[None]] = set()
@@ -215,7 +178,17 @@ class _Agent:
         try:
             self._start_process()
             await self._connect()
-            self._send(self._hello())
+            ports = Ports(*self._order.agent_ports)
+            taken = taken_in_words(ports, "agent_ports", f"on host {self._report.host}")
+            self._send(
+                wire.AgentHello(
+                    place=Place(self._report.host, self._report.executor, self._slot),
+                    launch=self._launch,
+                    addresses=self._addresses,
+                    probe_port=self._probe_port.port,
+                    ports_taken=taken if self._probe_port.ports_taken else "",
+                )
+            )
             await self._over.wait()
             return await self._end()
         finally:
@@ -238,14 +211,15 @@ class _Agent:
 
     def _watch_guardian(self) -> int:
         """Return a descriptor that becomes readable when the guardian ends; -1 if it cannot be watched."""
-        descriptor = -1 if self._guardian is None else open_pidfd(self._guardian)
-        if descriptor >= 0:
-            asyncio.get_running_loop().add_reader(descriptor, self._guardian_ended)
-        return descriptor
 
-    def _guardian_ended(self) -> None:
-        self._ends_with_guardian = True
-        self._finish_because("the executor's JVM is gone")
+        def ended() -> None:
+            self._ends_with_guardian = True
+            self._finish_because("the executor's JVM is gone")
+
+        descriptor = open_pidfd(self._guardians[0]) if self._guardians else -1
+        if descriptor >= 0:
+            asyncio.get_running_loop().add_reader(descriptor, ended)
+        return descriptor
 
     async def _connect(self) -> None:
         """Connect to the driver, retrying until the timeout; end the agent if that fails."""
@@ -258,14 +232,16 @@ class _Agent:
                 share = max((deadline - clock.monotonic()) / (len(addresses) - number), 0.1)
                 if len(addresses) > 1:  # an address that swallows packets must not delay the others
                     share = min(share, patience_s)
-                self._dropped.clear()
+                opened: asyncio.Future[bool] = loop.create_future()
                 try:
-                    await asyncio.wait_for(loop.create_connection(self._new_stream, host, port), share)
-                    answered = await asyncio.wait_for(self._opened_or_dropped(), share)
+                    await asyncio.wait_for(
+                        loop.create_connection(functools.partial(self._new_stream, opened), host, port), share
+                    )
+                    authenticated = await asyncio.wait_for(opened, share)
                 except (OSError, asyncio.TimeoutError) as error:
                     failures[host, port] = f"{with_port(host, port)}: {error or 'no answer'}"
                     continue
-                if answered:
+                if authenticated:
                     reached = ((host, port), *(each for each in addresses if each != (host, port)))
                     self._order = dataclasses.replace(self._order, driver_addresses=reached)
                     return
@@ -274,56 +250,33 @@ class _Agent:
                 break
             patience_s *= 2
             await asyncio.sleep(retry_pause_s())
-        if self._finish is None:
-            self._kind = LossKind.UNREACHABLE
-        self._finish_because(f"cannot reach the driver from {self._report.host}: {'; '.join(failures.values())}")
+        why = f"cannot reach the driver from {self._report.host}: {'; '.join(failures.values())}"
+        self._finish_because(why, LossKind.UNREACHABLE)
 
-    async def _opened_or_dropped(self) -> bool:
-        """Wait for the end of the handshake; return True if the driver is authenticated."""
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._opened, self._dropped)]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        return self._opened.is_set()
+    def _new_stream(self, opened: asyncio.Future[bool]) -> MessageStream:
+        """Return the stream of a connection; `opened` gets True if the driver is authenticated, else False."""
 
-    def _new_stream(self) -> MessageStream:
+        def answer(authenticated: bool) -> None:
+            if not opened.done():
+                opened.set_result(authenticated)
+
         self._stream = MessageStream(
             self._order.key,
             server=False,
             encrypt=self._order.encrypt,
-            on_open=lambda stream: self._opened.set(),
+            on_open=lambda stream: answer(True),
             on_message=self._on_message,
-            on_closed=lambda stream, why: self._lost_driver(why),
-            on_unauthenticated=lambda stream: self._dropped.set(),
+            on_closed=lambda stream, why: self._finish_because(
+                f"the channel to the driver is gone: {why}", LossKind.UNEXPLAINED
+            ),
+            on_unauthenticated=lambda stream: answer(False),
         )
         return self._stream
 
-    def _hello(self) -> AgentHello:
-        ports = Ports(*self._order.agent_ports)
-        taken = self._probe_port.ports_taken
-        return AgentHello(
-            place=Place(self._report.host, self._report.executor, self._slot),
-            launch=self._launch,
-            pid=os.getpid(),
-            addresses=self._addresses,
-            probe_port=self._probe_port.port,
-            ports_taken=taken_in_words(ports, "agent_ports", f"on host {self._report.host}") if taken else "",
-            cores=self._report.cores,
-            accelerators=self._report.accelerators,
-            python=self._report.python,
-        )
-
-    def _finish_because(self, why: str) -> None:
+    def _finish_because(self, why: str, kind: LossKind = LossKind.REPORTED) -> None:
         if self._finish is None:
-            self._finish = FinishAgent(keep_result=False, why=why)
+            self._finish, self._kind = wire.FinishAgent(keep_result=False, why=why), kind
             self._over.set()
-
-    def _lost_driver(self, why: str) -> None:
-        if self._finish is None:
-            self._kind = LossKind.UNEXPLAINED
-        self._finish_because(f"the channel to the driver is gone: {why}")
 
     async def _end(self) -> AgentOutcome:
         assert self._finish is not None
@@ -339,34 +292,34 @@ class _Agent:
 
     # --- messages from the driver --------------------------------------------------------------------------
 
-    def _on_message(self, stream: MessageStream, message: Message) -> None:
+    def _on_message(self, stream: MessageStream, message: wire.Message) -> None:
         self._last_heard = clock.monotonic()
         match message:
-            case AgentWelcome(interval_s, silence_limit_s):
+            case wire.Welcome(interval_s, silence_limit_s):
                 self._silence_limit_s = silence_limit_s
                 stream.set_unacknowledged_timeout(silence_limit_s)
                 self._send_heartbeat(interval_s)
                 if self._order.fetched_bytes:
-                    self._send(FunctionWanted(0))
-            case FunctionPart(start, part):
+                    self._send(wire.FunctionWanted(0))
+            case wire.FunctionPart(start, part):
                 self._take_function(start, part)
-            case StartWorkerProcess(worker):
+            case wire.StartWorkerProcess(worker):
                 if self._process is None or self._process.worker is not None or not self._process.is_running:
                     self._start_process()
                 if self._order.fetched_bytes:
                     self._waits_for_function = worker
                 else:
                     self._assign(worker)
-            case StopWorkerProcess(worker):
+            case wire.StopWorkerProcess(worker):
                 if self._waits_for_function == worker:
                     self._waits_for_function = None
                 if self._process is not None and self._process.worker == worker:
                     self._process.kill()
-            case ProbePeers(peers):
+            case wire.ProbePeers(peers):
                 task = asyncio.get_running_loop().create_task(self._probe(peers))
                 self._probes.add(task)
                 task.add_done_callback(self._probes.discard)
-            case FinishAgent():
+            case wire.FinishAgent():
                 if self._finish is None:
                     self._finish = message
                     self._over.set()
@@ -378,7 +331,7 @@ class _Agent:
             return
         self._fetched += part
         if len(self._fetched) < self._order.fetched_bytes:
-            self._send(FunctionWanted(len(self._fetched)))
+            self._send(wire.FunctionWanted(len(self._fetched)))
             return
         self._order = dataclasses.replace(self._order, function=bytes(self._fetched), fetched_bytes=0)
         self._fetched = bytearray()
@@ -398,7 +351,7 @@ class _Agent:
             self._finish_because(f"the driver was silent for {silence:.0f} s, longer than elastic_timeout")
             return
         process = self._process
-        self._send(AgentHeartbeat(process.worker if process is not None and process.is_seen_running else None))
+        self._send(wire.AgentHeartbeat(process.worker if process is not None and process.is_seen_running else None))
         self._look_at_interfaces()
         asyncio.get_running_loop().call_later(interval_s, self._send_heartbeat, interval_s)
 
@@ -410,7 +363,7 @@ class _Agent:
         self._addresses = addresses
         self._probe_port.close()
         self._probe_port = self._new_probe_port()
-        self._send(InterfacesChanged(addresses, self._probe_port.port))
+        self._send(wire.InterfacesChanged(addresses, self._probe_port.port))
 
     async def _probe(self, peers: tuple[str, ...]) -> None:
         async def reachable(peer: str) -> bool:
@@ -422,37 +375,34 @@ class _Agent:
             return True
 
         answers = await asyncio.gather(*(reachable(peer) for peer in peers))
-        self._send(PeersReachable(peers, tuple(peer for peer, yes in zip(peers, answers, strict=True) if yes)))
+        self._send(wire.PeersReachable(peers, tuple(peer for peer, yes in zip(peers, answers, strict=True) if yes)))
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: wire.Message) -> None:
         if self._stream is not None:
             self._stream.send(message)
 
     # --- the worker process ---------------------------------------------------------------------------
 
     def _start_process(self) -> None:
-        self._process = WorkerProcess(self._order, self._env, self, self._server_guardians)
+        self._process = WorkerProcess(self._order, self._env, self, self._guardians)
         self._running.add(self._process)
         self._all_gone.clear()
 
     def output(self, process: WorkerProcess, stream: str, lines: tuple[str, ...]) -> None:
-        self._send(OutputLines(-1 if process.worker is None else process.worker, stream, lines))
+        self._send(wire.OutputLines(-1 if process.worker is None else process.worker, stream, lines))
 
     def output_may_flow(self) -> bool:
-        """Return False while the channel has too much unsent data; the worker's prints then block in its pipe."""
         return self._stream is None or self._stream.unsent_bytes < MAX_UNSENT_OUTPUT_BYTES
 
     def result_stored(self, process: WorkerProcess) -> None:
         if process.worker is not None and process.result is not None:
-            self._send(ResultStored(process.worker, len(process.result), process.in_loop, process.run))
+            self._send(wire.ResultStored(process.worker, process.in_loop, process.run))
 
     def dying(self, process: WorkerProcess, exit_code: int | None) -> None:
-        """Report that the process dies, up to 50 ms before `exited`; None: its exit code is not known yet."""
         if process.worker is not None:
-            self._send(WorkerDying(process.worker, None if self._ends_with_guardian else exit_code))
+            self._send(wire.WorkerDying(process.worker, None if self._ends_with_guardian else exit_code))
 
     def exited(self, process: WorkerProcess, exit_code: int) -> None:
-        """Report that the process has ended, after its pipes have been read to the end."""
         self._running.discard(process)
         if not self._running:
             self._all_gone.set()
@@ -462,7 +412,7 @@ class _Agent:
             if self._ends_with_guardian and not kills:
                 return
             tail, memory = process.stderr_tail, describe_kills(before, now)
-            self._send(WorkerExited(process.worker, exit_code, tail, kills, memory))
+            self._send(wire.WorkerExited(process.worker, exit_code, tail, kills, memory))
 
 
 def main() -> None:
@@ -473,8 +423,8 @@ def main() -> None:
     order, slot, host, cores = pickle.load(sys.stdin.buffer)
     out = sys.stdout.buffer
     sys.stdout = sys.stderr  # stdout carries the outcome alone
-    report = SlotReport(host, f"local-{slot}", interface_addresses(), cores, (), platform.python_version())
-    pickle.dump(run_agent(order, slot, 0, report, server_guardians=[launcher]), out)
+    report = SlotReport(host, f"local-{slot}", interface_addresses(), cores, ())
+    pickle.dump(run_agent(order, slot, 0, report, [launcher]), out)
     out.flush()
 
 

@@ -1,17 +1,12 @@
 """The fork server: a process of an executor that has imported what workers need, and forks them.
 
-With `keep_workers` an agent does not start its worker itself. It asks the fork server of its executor for one, through
-a socket; the first agent starts the server. The server imports installed packages, and forks a keeper for each request.
-The keeper imports what is not installed and may change, forks the worker, tells the agent its process id and its exit
-code, and kills it when the agent's connection closes. A request carries the worker's ends of the agent's pipes: the
-job's key and function go through those, so the server never holds them.
+With `keep_workers` an agent asks the fork server of its executor for a worker, through a socket; the first agent starts
+the server. The server imports installed packages, and forks a keeper for each request. The keeper imports what is not
+installed and may change, forks the worker, tells the agent its process id and its exit code, and kills it when the
+agent's connection closes. A request carries the worker's ends of the agent's pipes: the job's key and function go
+through those. The kernel kills keepers with their server, and workers with their keeper.
 
-The server stays for `keep_workers` seconds after its last worker. It ends at once with its first guardian, the
-executor's JVM, and with its last worker after the end of another one, Spark's Python daemon: in local mode the JVM
-outlives the session. The kernel kills keepers with their server, and workers with their keeper.
-
-A process that has several threads is not forked safely. The server has one: it imports, and calls nothing. If one of
-the modules starts a thread, no worker is forked, and agents start theirs themselves.
+See docs/decisions/07-fork-server.md for when a server ends, and why it has one thread.
 """
 
 from __future__ import annotations

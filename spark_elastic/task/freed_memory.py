@@ -18,22 +18,20 @@ _LARGEST_BYTES, _LARGEST_OF_OLD_GLIBC = 256 << 20, 32 << 20
 _OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
-def keep_freed_memory() -> bool:
-    """Keep freed blocks of up to 256 MiB for the next allocation; return False if nothing was changed.
+def keep_freed_memory() -> None:
+    """Keep freed blocks of up to 256 MiB for the next allocation.
 
     Nothing is changed without glibc, or if its environment variables say already what to do (``MALLOC_...`` or
     ``GLIBC_TUNABLES``). To set one threshold ends glibc's own adjustment of both, so both are set.
     """
     environment = os.environ
     if any(name in environment for name in _OWN_SETTINGS) or "glibc.malloc." in environment.get("GLIBC_TUNABLES", ""):
-        return False
+        return
     libc = ctypes.CDLL(None)
     if not (hasattr(libc, "gnu_get_libc_version") and hasattr(libc, "mallopt")):
-        return False
-    largest_set = libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES) or libc.mallopt(
-        _M_MMAP_THRESHOLD, _LARGEST_OF_OLD_GLIBC
-    )
-    return bool(largest_set and libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
+        return
+    if any(libc.mallopt(_M_MMAP_THRESHOLD, each) for each in (_LARGEST_BYTES, _LARGEST_OF_OLD_GLIBC)):
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def return_freed_memory() -> None:

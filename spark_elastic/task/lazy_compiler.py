@@ -32,21 +32,19 @@ def import_compiler_on_use() -> None:
     import torch
 
     for method in vars(torch.optim.Optimizer).values():
-        if _is_untraced(method):
+        code = getattr(method, "__code__", None)
+        if hasattr(method, "__wrapped__") and code is not None and _CACHE in code.co_consts:
             _call_directly(method)
     for optimizer in vars(torch.optim).values():
-        if isinstance(optimizer, type) and _is_known_step(vars(optimizer).get("step")):
-            optimizer.step = _step_of(optimizer.step)  # type: ignore[attr-defined]
+        step = vars(optimizer).get("step") if isinstance(optimizer, type) else None
+        names = set(getattr(getattr(step, "__code__", None), "co_names", ()))
+        if hasattr(step, "__wrapped__") and _COMPILER in names and names <= _STEP_NAMES:
+            optimizer.step = _step_of(step)
 
 
 def compiler_is_imported() -> bool:
     """Return True if the compiler can trace functions. While it is being imported it cannot."""
     return hasattr(sys.modules.get(_COMPILER), "disable")
-
-
-def _is_untraced(method: Any) -> bool:
-    code = getattr(method, "__code__", None)
-    return hasattr(method, "__wrapped__") and code is not None and _CACHE in code.co_consts
 
 
 def _call_directly(method: Any) -> None:
@@ -59,12 +57,6 @@ def _call_directly(method: Any) -> None:
         return method(*args, **kwargs)
 
     setattr(function, _CACHE, call)
-
-
-def _is_known_step(step: Any) -> bool:
-    code = getattr(step, "__code__", None)
-    known = code is not None and _COMPILER in code.co_names and set(code.co_names) <= _STEP_NAMES
-    return known and hasattr(step, "__wrapped__")
 
 
 def _step_of(original: Any) -> Callable[..., Any]:

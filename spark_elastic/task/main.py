@@ -12,13 +12,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import dataclasses
 import faulthandler
 import functools
 import importlib
 import io
-import json
 import logging
 import os
+import pickle
 import queue
 import signal
 import sys
@@ -39,7 +40,7 @@ from spark_elastic.task.script import ScriptExit
 from spark_elastic.task.user_frames import ALL_FRAMES_SETTING, format_error
 from spark_elastic.wire import worker_link
 from spark_elastic.wire.channel import connect
-from spark_elastic.wire.messages import interpreter
+from spark_elastic.wire.messages import RESULT_HEAD, LaunchSpec, interpreter
 from spark_elastic.wire.pickling import dumps
 from spark_elastic.wire.worker_link import WorkerLink
 
@@ -53,12 +54,6 @@ EXIT_ORPHANED = 76
 EXIT_CHANNEL_LOST = 79
 """The channel to the driver broke: without it the worker can neither report progress nor learn of a new world."""
 _PR_SET_PDEATHSIG = 1
-
-
-def main(argv: list[str]) -> None:
-    keep_freed_memory()
-    parent, result_fd, death_fd, modules = int(argv[0]), int(argv[1]), int(argv[2]), argv[3:]
-    run_worker(parent, result_fd, death_fd, modules)
 
 
 def import_modules(modules: Sequence[str]) -> None:
@@ -83,35 +78,33 @@ def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str
     faulthandler.enable()
     control = _take_stdin()
     import_modules(modules)
-    order = json.loads(control.readline() or b"null")
-    if order is None:
+    order: LaunchSpec
+    try:
+        worker, order = pickle.load(control)
+    except (EOFError, pickle.UnpicklingError):
         exit_now(EXIT_ORPHANED)
-    pickled = [control.read(order["function_bytes"])]
+    pickled, order = [order.function], dataclasses.replace(order, function=b"")
     returned = threading.Event()
     next_run: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     """Numbers of further calls of the function; None: exit."""
     watch = (control, returned, next_run)
     threading.Thread(target=_watch_lifeline, args=watch, name="spark_elastic-lifeline", daemon=True).start()
-    addresses = [(str(host), int(port)) for host, port in order["driver_addresses"]]
-    key = bytes.fromhex(order["key"])
-    channel = connect(addresses, key, timeout_s=order["connect_timeout_s"], encrypt=order["encrypt"])
-    worker = order["worker"]
-    link = WorkerLink(
-        worker, channel, key, lambda why: exit_now(EXIT_CHANNEL_LOST, f"spark_elastic: worker {worker} ends: {why}")
-    )
+    timeout_s = order.connect_timeout_s
+    channel = connect(order.driver_addresses, order.key, timeout_s=timeout_s, encrypt=order.encrypt)
+    ends = f"spark_elastic: worker {worker} ends: "
+    link = WorkerLink(worker, channel, order.key, lambda why: exit_now(EXIT_CHANNEL_LOST, ends + why))
     worker_link.install(link)
     link.start()
-    call = _load(link, pickled.pop(), order["made_by"])  # it may hold a model, so nothing here keeps it
+    call = _load(link, pickled.pop(), order.made_by)  # it may hold a model, so nothing here keeps it
     _check_device(link)
-    link.on_run_again(next_run.put)
+    link.on_run_again = next_run.put
     with os.fdopen(result_fd, "wb") as results:
         run: int | None = 1
         while run is not None:
             result = _run(link, call)
             returned.set()  # first: the agent may close the lifeline as soon as it has the result
             link.returned(True)
-            head = {"size": len(result), "in_loop": link.in_loop, "run": run}
-            results.write(json.dumps(head).encode() + b"\n" + result)
+            results.write(RESULT_HEAD.pack(link.in_loop, run, len(result)) + result)
             results.flush()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -119,7 +112,9 @@ def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str
             if run is not None:
                 returned.clear()
                 link.returned(False)
-                _run_again()
+                from spark_elastic.elastic.finish import loops
+
+                loops.run_again()
     logging.shutdown()
     _leave_drivers_run()
     with contextlib.suppress(Exception):
@@ -237,7 +232,7 @@ def _call_until_returned(function: Callable[[], Any]) -> Any:
             if not loops.can_run_again:
                 raise
             log.info("a collective failed after the elastic loop; calling the function again from there: %s", error)
-        _run_again()
+        loops.run_again()
 
 
 def _call(function: Callable[[], Any]) -> Any:
@@ -266,11 +261,7 @@ def _end_child(code: object) -> NoReturn:
     os._exit(code or 0)
 
 
-def _run_again() -> None:
-    from spark_elastic.elastic.finish import loops
-
-    loops.run_again()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    keep_freed_memory()
+    agent, to_agent, to_reaper = map(int, sys.argv[1:4])
+    run_worker(agent, to_agent, to_reaper, sys.argv[4:])

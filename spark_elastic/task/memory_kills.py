@@ -6,6 +6,7 @@ the difference.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,20 +24,15 @@ class MemoryKills:
 
     def since(self, before: MemoryKills) -> tuple[int, bool]:
         """Return how many were killed since `before`, and True if they belonged to this control group."""
-        in_group = _more(self.in_group, before.in_group)
-        return (in_group, True) if in_group else (_more(self.on_machine, before.on_machine), False)
-
-
-def _more(now: int | None, before: int | None) -> int:
-    return max(0, now - before) if now is not None and before is not None else 0
+        counters = (self.in_group, before.in_group), (self.on_machine, before.on_machine)
+        in_group, on_machine = (0 if now is None or then is None else max(0, now - then) for now, then in counters)
+        return (in_group, True) if in_group else (on_machine, False)
 
 
 def memory_kills(root: Path = ROOT) -> MemoryKills:
     """Read the counters; takes tens of microseconds. `root` is the folder that holds /proc and /sys."""
     group = _group(root)
-    counters = _numbers(group / "memory.events") if group is not None else {}
-    if group is not None and "oom_kill" not in counters:
-        counters = _numbers(group / "memory.oom_control")
+    counters = {**_numbers(group / "memory.oom_control"), **_numbers(group / "memory.events")}
     return MemoryKills(counters.get("oom_kill"), _numbers(root / "proc/vmstat").get("oom_kill"))
 
 
@@ -50,40 +46,36 @@ def describe_kills(before: MemoryKills, now: MemoryKills, root: Path = ROOT) -> 
     return f"The kernel killed {processes} {where} for lack of memory while it ran{_limits(root)}"
 
 
-_LIMITS = ("memory.max", "memory.limit_in_bytes")
-"""Files of a control group with its limit, of version 2 and 1."""
-
-
 def _limits(root: Path) -> str:
     parts = []
-    group = _group(root)
-    for name in _LIMITS:
-        limit = _number(group / name) if group is not None else None
-        if limit is not None and limit < 2**60:
-            parts.append(f"limit {limit / _GIB:.1f} GiB")
-            break
+    for name in ("memory.max", "memory.limit_in_bytes"):  # of version 2 and 1
+        with contextlib.suppress(OSError, ValueError):  # "max"
+            if (limit := int((_group(root) / name).read_text())) < 2**60:
+                parts.append(f"limit {limit / _GIB:.1f} GiB")
+                break
     free = _numbers(root / "proc/meminfo").get("MemAvailable:")
     if free is not None:
         parts.append(f"{free * 1024 / _GIB:.1f} GiB available on the machine now")
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def _group(root: Path) -> Path | None:
-    """Return the folder of this process's control group (version 2, or version 1's memory controller)."""
+def _group(root: Path) -> Path:
+    """Return the folder of this process's control group: of version 2, or of version 1's memory controller."""
+    groups = root / "sys/fs/cgroup"
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return None
+        return groups
     for line in lines:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers and "memory" not in controllers.split(","):
             continue
-        mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        mount = groups / ("memory" if controllers else "")
         for folder in (mount / path.lstrip("/"), mount):  # in a container, its own group is at the mount itself
             if (folder / "memory.events").exists() or (folder / "memory.oom_control").exists():
                 return folder
-    return None
+    return groups
 
 
 def _numbers(path: Path) -> dict[str, int]:
@@ -92,11 +84,3 @@ def _numbers(path: Path) -> dict[str, int]:
     except OSError:
         return {}
     return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

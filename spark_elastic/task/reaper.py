@@ -4,9 +4,8 @@ The kernel kills a worker with its agent (`main.die_with_parent`), but not the w
 data loader would run on for seconds, a program of the user's for ever. So each worker has a reaper in its process
 group: it waits for the worker's end and then kills the group.
 
-A killed process keeps its connections open while the kernel frees its memory: 30-50 ms for a worker that has imported
-torch. Its pidfd tells no sooner. A robust mutex does: it is released before the memory is. So the worker holds one for
-as long as it lives, in a page that it shares with its reaper, which waits for it, and tells the agent through a pipe.
+The worker holds a robust mutex for as long as it lives, in a page that it shares with its reaper, which waits for it
+and tells the agent through a pipe: it is released before the memory is (docs/decisions/08-robust-mutex.md).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _POLL_S = 0.2
 _ENDED = ("Z", "X")
@@ -30,6 +29,8 @@ _PROCESS_SHARED, _ROBUST = 1, 1
 _MUTEX_BYTES = 128
 """Room for a pthread_mutex_t, which takes 40 or 48 bytes."""
 _FLAG_AT = _MUTEX_BYTES
+_MOST_DESCRIPTORS = 1 << 16
+"""More than a worker has when its reaper is forked."""
 
 
 class LifeMutex:
@@ -75,17 +76,12 @@ class LifeMutex:
 _life: LifeMutex | None = None
 
 
-def leave() -> None:
-    """Record that this process is about to end by itself: its death is not to be reported before its last messages."""
-    if _life is not None:
-        _life.leave()
-
-
 def exit_now(code: int, why: str = "") -> NoReturn:
     """Flush the output and end the process, from any thread."""
     if why:
         print(why, file=sys.stderr)
-    leave()
+    if _life is not None:
+        _life.leave()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -97,9 +93,8 @@ def exit_now(code: int, why: str = "") -> NoReturn:
 def start_reaper(death_fd: int) -> None:
     """Fork the reaper of this process's group.
 
-    The caller is the main thread of the worker, leads the group and has no other threads yet. Called before the user's
-    modules are imported, so that the fork is cheap. A byte in the pipe `death_fd`, which is closed in this process,
-    tells the agent that the worker dies.
+    The caller is the worker's only thread, and has not imported the user's modules yet, so that the fork is cheap. A
+    byte in the pipe `death_fd`, which is closed in this process, tells the agent that the worker dies.
     """
     global _life
     with contextlib.suppress(OSError, AttributeError):
@@ -112,7 +107,10 @@ def start_reaper(death_fd: int) -> None:
         return
     try:
         if os.fork() == 0:  # a grandchild: a function that waits for all its children does not wait for the reaper
-            _ignore_signals_and_close_descriptors(death_fd)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):  # they are for the worker
+                signal.signal(number, signal.SIG_IGN)
+            os.closerange(0, death_fd)  # or else pipes of the worker would stay open after its death
+            os.closerange(death_fd + 1, _MOST_DESCRIPTORS)
             if _life is not None:
                 with contextlib.suppress(OSError):
                     if _life.wait_for_death():
@@ -123,24 +121,6 @@ def start_reaper(death_fd: int) -> None:
             os.killpg(worker, signal.SIGKILL)
     finally:
         os._exit(0)
-
-
-def _ignore_signals_and_close_descriptors(kept: int) -> None:
-    """Leave signals to the worker, and keep none of its pipes open after its death, except for one."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    for descriptor in _open_descriptors():
-        if descriptor != kept:
-            with contextlib.suppress(OSError):  # the listing's own descriptor is closed already
-                os.close(descriptor)
-
-
-def _open_descriptors() -> list[int]:
-    for folder in ("/proc/self/fd", "/dev/fd"):
-        with contextlib.suppress(OSError):
-            return [int(name) for name in os.listdir(folder)]
-    return list(range(256))
 
 
 def _wait_for_end_of(worker: int) -> None:
@@ -172,22 +152,27 @@ def open_pidfd(pid: int) -> int:
 
 
 @contextlib.contextmanager
+def handling(number: int, action: Any) -> Iterator[None]:
+    """Set what a signal does within the block; nothing outside of the main thread, where that is not allowed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, action)
+    try:
+        yield
+    finally:
+        signal.signal(number, signal.SIG_DFL if before is None else before)
+
+
+@contextlib.contextmanager
 def default_child_signal() -> Iterator[None]:
     """Set SIGCHLD to its default within the block if it is ignored, as some supervisors have it.
 
     The exit codes of children would be lost. Has no effect outside of the main thread.
     """
-    if (
-        signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN
-        or threading.current_thread() is not threading.main_thread()
-    ):
+    ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    with handling(signal.SIGCHLD, signal.SIG_DFL) if ignored else contextlib.nullcontext():
         yield
-        return
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
 def stat_of(pid: int) -> list[str]:

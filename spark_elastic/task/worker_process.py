@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import json
 import logging
 import os
+import pickle
 import re
 import signal
 import socket
@@ -18,17 +17,14 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 from spark_elastic.membership.topology import WorkerId
 from spark_elastic.settings import DEVICE_SETTING
 from spark_elastic.task.fork_server import MESSAGE_BYTES, Ends, ForkServer
 from spark_elastic.task.memory_kills import memory_kills
 from spark_elastic.task.reaper import exit_code_of, kill_group, open_pidfd, process_state
-from spark_elastic.wire.messages import LaunchSpec
-
-if TYPE_CHECKING:
-    from spark_elastic.task.agent import _Agent
+from spark_elastic.wire.messages import RESULT_HEAD, LaunchSpec
 
 logger = logging.getLogger("spark_elastic.task")
 
@@ -37,7 +33,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 """Variables that limit torch and TensorFlow to as many threads as the task has cores."""
 NCCL_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """By default torch's watchdog ends the process when a collective on GPUs fails; here a lost peer is survived."""
-QUIET_TENSORFLOW = ("TF_CPP_MIN_LOG_LEVEL", "1")
+QUIET_TENSORFLOW = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 """Without it each worker prints six lines about its processor and oneDNN. Warnings and errors are still printed."""
 MAX_LINE_BYTES = 64 * 1024
 _LAST_CHARACTER = re.compile(rb"[\xc0-\xff][\x80-\xbf]*$")  # of several bytes, of which some may be still to come
@@ -50,19 +46,33 @@ _NOT_RUNNING = ("", "T", "t", "Z", "X")
 """States of `process_state`: unknown, stopped by a signal, stopped by a debugger, zombie, dead."""
 
 
+class Watcher(Protocol):
+    """What hears of a worker process: its agent."""
+
+    def output(self, process: WorkerProcess, stream: str, lines: tuple[str, ...]) -> None: ...
+
+    def output_may_flow(self) -> bool:
+        """Return False while there is too much unsent data; the worker's prints then block in its pipe."""
+        ...
+
+    def result_stored(self, process: WorkerProcess) -> None: ...
+
+    def dying(self, process: WorkerProcess, exit_code: int | None) -> None:
+        """Report that the process dies, up to 50 ms before `exited`; None: its exit code is not known yet."""
+        ...
+
+    def exited(self, process: WorkerProcess, exit_code: int) -> None:
+        """Report that the process has ended, after its pipes have been read to the end."""
+        ...
+
+
 class WorkerProcess:
     """A process that imports the modules of a worker, then waits for its id and the function.
 
     It starts before its id is known, so that the slow imports overlap with connecting to the driver.
     """
 
-    def __init__(
-        self,
-        order: LaunchSpec,
-        env: dict[str, str],
-        agent: _Agent,
-        guardians: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, order: LaunchSpec, env: dict[str, str], agent: Watcher, guardians: Sequence[int] = ()) -> None:
         """Start the process, or have it forked by the fork server with these guardians."""
         self._agent = agent
         self._loop = asyncio.get_running_loop()
@@ -73,17 +83,26 @@ class WorkerProcess:
         self._death_fd, death_write = os.pipe()
         ends = Ends(order_read, stdout_write, stderr_write, result_write, death_write)
         self._process: SpawnedProcess | ForkedProcess
-        start = functools.partial(SpawnedProcess, order.preimport, env, ends, self._gone)
         server = ForkServer(guardians, order.keep_workers_s, env, order.preimport)
+
+        def spawn() -> None:
+            self._process = SpawnedProcess(order.preimport, env, ends, self._gone)
+
+        def spawn_instead() -> None:  # of the fork server, which has forked none
+            try:
+                spawn()
+            except OSError as error:
+                logger.warning("a worker cannot be started: %s", error)
+                self._gone(-signal.SIGKILL)
+
         try:
-            self._process = (
-                ForkedProcess(server, ends, self._gone, lambda: self._spawn_instead(start))
-                if server.is_possible()
-                else start()
-            )
+            if server.is_possible():
+                self._process = ForkedProcess(server, ends, self._gone, spawn_instead)
+            else:
+                spawn()
         except OSError as error:
             logger.info("a worker is started without a fork server: %s", error)
-            self._process = start()
+            spawn()
         self.memory_before = memory_kills()
         """The counters before the process started; see `exited`."""
         self.worker: WorkerId | None = None
@@ -93,7 +112,6 @@ class WorkerProcess:
         self.run = 0
         """Number of the function's call that returned `result`."""
         self._result_buffer = bytearray()
-        self._result_head: dict[str, Any] | None = None
         self._partial = {"stdout": bytearray(), "stderr": bytearray()}
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
         self._pending_order = memoryview(b"")
@@ -104,14 +122,6 @@ class WorkerProcess:
             self._loop.add_reader(fd, self._readable, fd)
         os.set_blocking(self._order_fd, False)
         self._loop.add_reader(self._death_fd, self._dying)
-
-    def _spawn_instead(self, start: Callable[[], SpawnedProcess]) -> None:
-        """Start a process as if there were no fork server: it has forked none."""
-        try:
-            self._process = start()
-        except OSError as error:
-            logger.warning("a worker cannot be started: %s", error)
-            self._gone(-signal.SIGKILL)
 
     @property
     def stderr_tail(self) -> str:
@@ -127,17 +137,7 @@ class WorkerProcess:
     def assign(self, worker: WorkerId, order: LaunchSpec) -> None:
         """Send the process its id and the function; it then connects to the driver and runs the function."""
         self.worker = worker
-        head = {
-            "worker": worker,
-            "job": order.job,
-            "driver_addresses": order.driver_addresses,
-            "key": order.key.hex(),
-            "encrypt": order.encrypt,
-            "connect_timeout_s": order.connect_timeout_s,
-            "made_by": order.made_by,
-            "function_bytes": len(order.function),
-        }
-        self._pending_order = memoryview(json.dumps(head).encode() + b"\n" + order.function)
+        self._pending_order = memoryview(pickle.dumps((worker, order)))
         self._write_order()
 
     def kill(self) -> None:
@@ -147,7 +147,10 @@ class WorkerProcess:
 
     def release(self) -> None:
         """Close the lifeline; a worker whose function has returned then exits."""
-        self._close_order_pipe()
+        if self._order_fd >= 0:
+            self._loop.remove_writer(self._order_fd)
+            os.close(self._order_fd)
+            self._order_fd = -1
 
     # --- pipes --------------------------------------------------------------------------------------
 
@@ -164,12 +167,6 @@ class WorkerProcess:
             self._loop.add_writer(self._order_fd, self._write_order)
         else:
             self._loop.remove_writer(self._order_fd)
-
-    def _close_order_pipe(self) -> None:
-        if self._order_fd >= 0:
-            self._loop.remove_writer(self._order_fd)
-            os.close(self._order_fd)
-            self._order_fd = -1
 
     def _readable(self, fd: int) -> None:
         """Read once from a pipe; stop watching it at its end, and pause while the channel has too much unsent data."""
@@ -215,22 +212,16 @@ class WorkerProcess:
             self._agent.output(self, stream, lines)
 
     def _take_result(self, data: bytes) -> None:
-        """Parse results, each a line of JSON and the pickled value; the newest replaces the one before."""
+        """Parse results, each with a `RESULT_HEAD`; the newest replaces the one before."""
         buffer = self._result_buffer
         buffer += data
-        while True:
-            if self._result_head is None:
-                end = buffer.find(b"\n")
-                if end < 0:
-                    return
-                self._result_head = json.loads(buffer[:end])
-                del buffer[: end + 1]
-            size = int(self._result_head["size"])
-            if len(buffer) < size:
+        while len(buffer) >= RESULT_HEAD.size:
+            in_loop, run, size = RESULT_HEAD.unpack_from(buffer)
+            end = RESULT_HEAD.size + size
+            if len(buffer) < end:
                 return
-            head, self._result_head = self._result_head, None
-            self.result, self.in_loop, self.run = bytes(buffer[:size]), bool(head["in_loop"]), int(head["run"])
-            del buffer[:size]
+            self.result, self.in_loop, self.run = bytes(buffer[RESULT_HEAD.size : end]), in_loop, run
+            del buffer[:end]
             self._agent.result_stored(self)
 
     # --- the end ------------------------------------------------------------------------------------
@@ -247,7 +238,10 @@ class WorkerProcess:
             return
         self._drain()
         self.is_running = False
-        self._close_pipes()
+        self.release()
+        for fd in (self._result_fd, self._death_fd, *self._streams):
+            self._loop.remove_reader(fd)
+            os.close(fd)
         self._agent.exited(self, exit_code)
 
     def _drain(self) -> None:
@@ -263,12 +257,6 @@ class WorkerProcess:
                 self._take(fd, data)
                 if not data:
                     break
-
-    def _close_pipes(self) -> None:
-        self._close_order_pipe()
-        for fd in (self._result_fd, self._death_fd, *self._streams):
-            self._loop.remove_reader(fd)
-            os.close(fd)
 
 
 class SpawnedProcess:
@@ -377,18 +365,18 @@ def worker_environment(
     order: LaunchSpec, base: dict[str, str], sys_path: Sequence[str], cores: int, accelerators: Sequence[str]
 ) -> dict[str, str]:
     """Return a worker's environment: the task's own, limited to the cores and GPUs of this slot."""
-    env = {name: value for name, value in base.items() if not name.startswith("PYTHON_WORKER_FACTORY")}
-    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in sys_path if path))
-    for name in THREAD_VARIABLES:
-        env.setdefault(name, str(max(cores, 1)))
-    # OpenMP threads that spin while they wait take the cores from the threads they wait for: with a second process on
-    # the host, a step of a small network took 100-300 ms instead of 0.7. Remedy: passive waits.
-    env.setdefault("OMP_WAIT_POLICY", "passive")
-    # at least 2: one TensorFlow thread waits in the reduction while another feeds the next batch
-    env.setdefault("TF_NUM_INTEROP_THREADS", str(max(cores, 2)))
-    env.setdefault(*QUIET_TENSORFLOW)
-    for name, value in NCCL_WATCHDOG.items():
-        env.setdefault(name, value)
+    env = {
+        **dict.fromkeys(THREAD_VARIABLES, str(max(cores, 1))),
+        # OpenMP threads that spin while they wait take the cores from the threads they wait for: with a second process
+        # on the host, a step of a small network took 100-300 ms instead of 0.7. Remedy: passive waits.
+        "OMP_WAIT_POLICY": "passive",
+        # at least 2: one TensorFlow thread waits in the reduction while another feeds the next batch
+        "TF_NUM_INTEROP_THREADS": str(max(cores, 2)),
+        **QUIET_TENSORFLOW,
+        **NCCL_WATCHDOG,
+        **{name: value for name, value in base.items() if not name.startswith("PYTHON_WORKER_FACTORY")},
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in sys_path if path)),
+    }
     if accelerators:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(accelerators)
     if order.device == "cpu":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from spark_elastic.collective import surface
-from spark_elastic.collective.reduction import Compression
+from spark_elastic.collective.operators import Compression
 from spark_elastic.collective.surface import *  # noqa: F403
 from spark_elastic.errors import MissingExtraError
 

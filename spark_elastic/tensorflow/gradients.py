@@ -10,11 +10,10 @@ import torch
 
 from spark_elastic.collective import operations
 from spark_elastic.collective.fused import FusedReduction
+from spark_elastic.collective.operators import Average, Compression, Compressor, ReduceOp
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, Compression, Compressor, ReduceOp
-from spark_elastic.elastic.replicas import VariableComparison
+from spark_elastic.collective.replicas import VariableComparison
 from spark_elastic.tensorflow.host import (
-    ALIGN_BYTES,
     Array,
     array_from,
     array_of,
@@ -59,7 +58,6 @@ class GradientReducer:
             compression=host_compressor(compression),
             predivide=predivide,
             process_set=process_set,
-            align=ALIGN_BYTES,
         )
 
     def __call__(

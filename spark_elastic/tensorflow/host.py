@@ -18,7 +18,7 @@ import tensorflow as tf
 import torch
 from tensorflow.errors import FailedPreconditionError, InvalidArgumentError
 
-from spark_elastic.collective.reduction import CastCompressor, Compressor, NoneCompressor
+from spark_elastic.collective.operators import CastCompressor, Compressor, NoneCompressor
 from spark_elastic.errors import (
     HorovodInternalError,
     MismatchError,
@@ -30,8 +30,6 @@ from spark_elastic.errors import (
 
 Array = npt.NDArray[Any]
 
-ALIGN_BYTES = 64
-"""TensorFlow uses memory that begins at a multiple of this without a copy."""
 _BFLOAT16 = tf.bfloat16.as_numpy_dtype
 _AS_INTEGERS: dict[Any, tuple[Any, torch.dtype]] = {
     np.dtype(_BFLOAT16): (np.int16, torch.bfloat16),
@@ -149,7 +147,7 @@ def call_host(
     """Call `function` with the values of `inputs` and return its results as tensors.
 
     In a graph, the arrays that `function` receives are TensorFlow's own memory. TensorFlow uses returned arrays without
-    a copy if they begin at a multiple of `ALIGN_BYTES`. The calls of one graph run one after the other, in program
+    a copy if they begin at a multiple of 64 bytes. The calls of one graph run one after the other, in program
     order. In a function that XLA compiles, TensorFlow raises an error.
 
     Args:

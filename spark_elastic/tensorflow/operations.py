@@ -17,9 +17,7 @@ import torch
 from spark_elastic.collective import operations as on_torch
 from spark_elastic.collective.objects import broadcast_tensors
 from spark_elastic.collective.operations import is_provisional
-from spark_elastic.collective.process import local_rank, local_size
-from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import (
+from spark_elastic.collective.operators import (
     Average,
     Compression,
     Compressor,
@@ -28,6 +26,8 @@ from spark_elastic.collective.reduction import (
     reduce_compressed,
     resolve_op,
 )
+from spark_elastic.collective.process import local_rank, local_size
+from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.errors import UnsupportedOperationError
 from spark_elastic.tensorflow.host import (
     Array,

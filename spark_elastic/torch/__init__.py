@@ -6,7 +6,7 @@ from spark_elastic.collective import operations as _collectives
 from spark_elastic.collective import surface
 from spark_elastic.collective.calls import poll, synchronize
 from spark_elastic.collective.operations import *  # noqa: F403
-from spark_elastic.collective.reduction import Compression
+from spark_elastic.collective.operators import Compression
 from spark_elastic.collective.surface import *  # noqa: F403
 from spark_elastic.torch import elastic, operations
 from spark_elastic.torch.operations import *  # noqa: F403

@@ -17,11 +17,11 @@ from spark_elastic.collective.batch_statistics import is_without_rows, sums_in_b
 from spark_elastic.collective.calls import agree, describe_tensor
 from spark_elastic.collective.fused import Bucket, partition
 from spark_elastic.collective.group import Group
+from spark_elastic.collective.operators import Average, Compressor, Max, NoneCompressor, ReduceOp, Sum
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import Average, Compressor, Max, NoneCompressor, ReduceOp, Sum
+from spark_elastic.collective.replicas import check_equal
 from spark_elastic.collective.shared_memory.reducer import SharedWork
-from spark_elastic.elastic.replicas import check_equal
 from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
 from spark_elastic.torch import backward, parameters, stamp
 from spark_elastic.torch.backward import Backward
@@ -137,7 +137,7 @@ class BackwardReducer:
         for slot in self._slots:
             parameters.stop_observing(self, slot.param)
             slot.bucket = None
-        self._buckets, self._made_for, self._group = [], None, None
+        self._buckets, self._results, self._made_for, self._group = [], [], None, None
 
     def attach_scalars(self, numbers: torch.Tensor) -> None:
         """Sum `numbers` over the members with the gradients of this step, in place, see `DistributedOptimizerMixin`.

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.reduction import (
+from spark_elastic.collective.operators import (
     Average,
     Compression,
     Compressor,
     ReduceOp,
     check_gradient_op,
 )
+from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.errors import UsageError
 from spark_elastic.torch.gradients import BackwardReducer
 from spark_elastic.torch.parameters import holds

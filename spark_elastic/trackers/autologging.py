@@ -24,12 +24,9 @@ def is_on() -> bool:
         return False
 
 
-def reads_settings(depth: int = 2) -> bool:
-    """Return True if MLflow's autologging is calling: the caller of the function that calls this, at depth 2.
-
-    It reads the settings through Spark ML's methods and writes their `str`, with None and addresses of objects.
-    """
-    return _AUTOLOGGER in sys.modules and sys._getframe(depth).f_globals.get("__name__") == _AUTOLOGGER
+def reads_settings() -> bool:
+    """Return True if the caller's caller is MLflow's autologging, which would write the `str` of None and objects."""
+    return _AUTOLOGGER in sys.modules and sys._getframe(2).f_globals.get("__name__") == _AUTOLOGGER
 
 
 def logs_model(model: Any) -> bool:

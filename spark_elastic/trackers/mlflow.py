@@ -23,19 +23,18 @@ from spark_elastic.trackers import mlflow_models
 
 log = logging.getLogger("spark_elastic.mlflow")
 
-END_WAIT_S = 60.0
-"""Seconds for which the end of a fit waits for what the tracking server has not taken yet."""
+END_WAIT_S = 60.0  # seconds for which the end of a fit waits for what the tracking server has not taken yet
 _NOT_METRICS = ("epoch", "ended")
 _NOT_IN_NAMES = re.compile(r"[^/\w.\- :]")
 _LONGEST_NAME = 250
 _PARENT = "mlflow.parentRunId"
 _MODELS = ("native", "spark")
+#: Limits of the requests for which a fit waits at its start. MLflow's own are minutes for each.
 _BRIEF = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_DATABRICKS_ENDPOINT_HTTP_RETRY_TIMEOUT": "40",
 }
-"""Limits of the requests for which a fit waits at its start. MLflow's own are minutes for each."""
 
 
 class MLflowCallback(DriverCallback):
@@ -90,8 +89,7 @@ class MLflowCallback(DriverCallback):
         self.log_models = tuple(kinds)
         self.registered_model_name = registered_model_name
         self.log_settings = True
-        self._thread = threading.local()
-        """The fits that run on each thread, the innermost last, and its newest: all events of a fit come on one."""
+        self._thread = threading.local()  # each thread's `fits`, the innermost last, and the `newest`
 
     @property
     def run_id(self) -> str | None:
@@ -131,12 +129,10 @@ class _MLflowFit:
         self._sender = threading.Thread(target=self._send_all, name="spark_elastic mlflow", daemon=True)
         self._calls: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
         """What the thread has to send, each with its name; None: nothing follows."""
-        self._late = False
-        """The fit does not wait for the thread any longer."""
+        self._late = False  # the fit does not wait for the thread any longer
         self._warned: set[str] = set()
         self._workers: int | None = None
-        self._epochs = 0
-        """The epoch that follows those that were reported: the step of what happens meanwhile."""
+        self._epochs = 0  # the epoch that follows those that were reported: the step of what happens meanwhile
 
     def begin(self) -> None:
         with _brief_requests():
@@ -165,7 +161,13 @@ class _MLflowFit:
     def end(self, result: DriverResult) -> None:
         if self.run_id is None:
             return
-        self._send("the outcome", lambda: self._set_tags(_outcome(result)))
+        kinds = [event["kind"] for event in result.events]
+        tags = {f"spark_elastic.{kind}": str(kinds.count(kind)) for kind in ("lost", "joined", "drained")}
+        if result.stopped:
+            tags["spark_elastic.stopped"] = result.stopped
+        if result.error is not None:
+            tags["spark_elastic.error"] = f"{type(result.error).__name__}: {result.error}"
+        self._send("the outcome", lambda: self._set_tags(tags))
         self._calls.put(None)
         self._sender.join(END_WAIT_S)
         self._late = self._sender.is_alive()
@@ -175,7 +177,10 @@ class _MLflowFit:
                 "the end of the training",
                 END_WAIT_S,
             )
-            self._leave_run()
+            if self._owns_run and self._is_active():
+                # off this thread's stack, or the next fit would be logged to it
+                with contextlib.suppress(Exception), _brief_requests():
+                    _mlflow().end_run("FAILED")
         else:
             self._try("the events", lambda: self._log_events(result))
             if result.model is not None:
@@ -184,7 +189,6 @@ class _MLflowFit:
             self._try("the end of the run", lambda: self._end_run(result.error))
 
     def _send(self, name: str, call: Callable[[], None]) -> None:
-        """Have the sender's thread make a call, if there is a run."""
         if self.run_id is not None:
             self._calls.put((name, call))
 
@@ -200,8 +204,6 @@ class _MLflowFit:
             if name not in self._warned:
                 self._warned.add(name)
                 log.warning("%s could not be logged to MLflow: %s: %s", name, type(error).__name__, redacted(error))
-
-    # --- calls of MLflow --------------------------------------------------------------------------
 
     def _start_run(self) -> None:
         mlflow, callback = _mlflow(), self._callback
@@ -251,11 +253,8 @@ class _MLflowFit:
         client.log_text(self.run_id, f"{text}\n", "spark_elastic/events.txt")
 
     def _log_plot(self, model: Any) -> None:
-        try:
-            figure = model.plot()
-        except MissingExtraError:
-            return  # without the extra `plot` there is no picture
-        self._client.log_figure(self.run_id, figure, "spark_elastic/plot.png")
+        with contextlib.suppress(MissingExtraError):  # without the extra `plot` there is no picture
+            self._client.log_figure(self.run_id, model.plot(), "spark_elastic/plot.png")
 
     def _log_models(self, model: Any) -> None:
         name = self._callback.registered_model_name
@@ -293,12 +292,6 @@ class _MLflowFit:
         elif error is not None or self._client.get_run(self.run_id).info.status == "RUNNING":
             self._client.set_terminated(self.run_id, status)  # another is active now, which is not ours to end
 
-    def _leave_run(self) -> None:
-        """Take a run that could not be ended off this thread's stack, or the next fit would be logged to it."""
-        if self._owns_run and self._is_active():
-            with contextlib.suppress(Exception), _brief_requests():
-                _mlflow().end_run("FAILED")
-
 
 def autologging_callbacks(given: Sequence[DriverCallback]) -> list[DriverCallback]:
     """Return a callback that logs epochs and workers to the run of autologging; none if a `MLflowCallback` is given."""
@@ -307,17 +300,6 @@ def autologging_callbacks(given: Sequence[DriverCallback]) -> list[DriverCallbac
     callback = MLflowCallback(log_models=[])
     callback.log_settings = False
     return [callback]
-
-
-def _outcome(result: DriverResult) -> dict[str, str]:
-    """Return the tags of a fit that has ended."""
-    kinds = [event["kind"] for event in result.events]
-    tags = {f"spark_elastic.{kind}": str(kinds.count(kind)) for kind in ("lost", "joined", "drained")}
-    if result.stopped:
-        tags["spark_elastic.stopped"] = result.stopped
-    if result.error is not None:
-        tags["spark_elastic.error"] = f"{type(result.error).__name__}: {result.error}"
-    return tags
 
 
 def _metric_name(name: str) -> str:

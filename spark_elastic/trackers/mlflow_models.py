@@ -66,20 +66,15 @@ def _signature(model: Any) -> Any:
     from mlflow.models import ModelSignature
     from mlflow.types import Schema, TensorSpec
 
-    tensors = model.tensors
-    if tensors is None:
+    if model.tensors is None:
         return None
 
     def schema(side: list[dict[str, Any]]) -> Any:
         names = [each["name"] for each in side] if len(side) > 1 else [None]
-        return Schema(
-            [
-                TensorSpec(np.dtype(each["dtype"]), (-1, *each["shape"]), name)
-                for each, name in zip(side, names, strict=True)
-            ]
-        )
+        shapes = [(np.dtype(each["dtype"]), (-1, *each["shape"])) for each in side]
+        return Schema([TensorSpec(*shape, name) for shape, name in zip(shapes, names, strict=True)])
 
-    return ModelSignature(schema(tensors["inputs"]), schema(tensors["outputs"]))
+    return ModelSignature(schema(model.tensors["inputs"]), schema(model.tensors["outputs"]))
 
 
 def _pinned(packages: list[str]) -> list[str]:

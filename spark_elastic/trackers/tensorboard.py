@@ -15,12 +15,11 @@ from spark_elastic.errors import InvalidSettingsError, MissingExtraError
 from spark_elastic.jobs.driver_callbacks import DriverCallback, DriverResult, DriverRun
 from spark_elastic.redaction import redacted
 from spark_elastic.reporting.event_log import MembershipChange
-from spark_elastic.reporting.history import Row
+from spark_elastic.reporting.history import FACTS, Row
 
 log = logging.getLogger("spark_elastic.tensorboard")
 
 _URI = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]+:/|file:")
-_FACTS = {"lr": "training/lr", "seconds": "training/seconds", "rows": "training/rows", "steps": "training/steps"}
 
 
 class TensorBoardCallback(DriverCallback):
@@ -52,8 +51,7 @@ class TensorBoardCallback(DriverCallback):
             )
         self.log_dir = Path(log_dir)
         self.run_name = run_name
-        self._thread = threading.local()
-        """The fits that run on each thread, the innermost last: all events of a fit come on one thread."""
+        self._thread = threading.local()  # each thread's `fits`, the innermost last: all events of a fit come on one
 
     def on_fit_start(self, run: DriverRun) -> None:
         name = self.run_name or run.run_id or datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")
@@ -136,6 +134,6 @@ class _TensorBoardFit:
 
 def tag_of(name: str) -> str:
     """Return TensorBoard's tag for a column of the history. Values of both splits are in one section."""
-    if name in _FACTS:
-        return _FACTS[name]
+    if name in FACTS:
+        return f"training/{name}"
     return f"{name.removeprefix('val_')}/{'validation' if name.startswith('val_') else 'train'}"

@@ -27,10 +27,8 @@ _READ_BYTES = 256 * 1024
 _HELD_UP = 1 / 3
 """The share of the silence limit after which a process that has sent nothing was held up itself. Heartbeats come at
 least twice as often, and a shorter delay leaves time for an answer."""
-HANDSHAKE_TIMEOUT_S = 5.0
-"""A peer that has not authenticated by then is dropped; a real one needs two round trips."""
-MAX_UNSENT_BYTES = 64 * 2**20
-"""A peer with this much unsent data does not read any more: it is stopped, or its network link is down."""
+HANDSHAKE_TIMEOUT_S = 5.0  # a peer that has not authenticated by then is dropped; a real one needs two round trips
+MAX_UNSENT_BYTES = 64 * 2**20  # a peer with more unsent data does not read: it is stopped, or its link is down
 
 
 def retry_pause_s() -> float:
@@ -68,23 +66,19 @@ def _connect(address: Address, key: bytes, timeout_s: float, encrypt: bool) -> C
     sock = socket.create_connection(address, timeout=timeout_s)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return Channel(sock, _authenticate(sock, Connection(key, server=False, encrypt=encrypt)))
+        connection = Connection(key, server=False, encrypt=encrypt)
+        sock.sendall(connection.start())
+        while not connection.authenticated:
+            data = sock.recv(_READ_BYTES)
+            if not data:
+                raise ChannelClosedError("the driver closed the connection during the handshake")
+            bodies, reply = connection.receive(data)
+            assert not bodies, "the server sends no message before the client's hello"
+            sock.sendall(reply)
+        return Channel(sock, connection)
     except BaseException:
         sock.close()
         raise
-
-
-def _authenticate(sock: socket.socket, connection: Connection) -> Connection:
-    sock.sendall(connection.start())
-    while not connection.authenticated:
-        data = sock.recv(_READ_BYTES)
-        if not data:
-            raise ChannelClosedError("the driver closed the connection during the handshake")
-        bodies, reply = connection.receive(data)
-        assert not bodies, "the server sends no message before the client's hello"
-        if reply:
-            sock.sendall(reply)
-    return connection
 
 
 def set_unacknowledged_timeout(sock: socket.socket, seconds: float) -> None:
@@ -103,10 +97,8 @@ class Channel:
         self._reader: threading.Thread | None = None
         self._closing = False
         self._silence_limit_s = float("inf")
-        self._sent_at = monotonic()
-        """When a message was to be sent last."""
-        self._held_up_until = float("-inf")
-        """When this process last sent something after it had been held up."""
+        self._sent_at = monotonic()  # when a message was to be sent last
+        self._held_up_until = float("-inf")  # when this process last sent something after it had been held up
 
     def set_silence_limit(self, timeout_s: float) -> None:
         """Treat the driver as gone after this time without a byte from it, or with data that it does not accept.
@@ -119,13 +111,10 @@ class Channel:
         self._socket.settimeout(timeout_s)
         set_unacknowledged_timeout(self._socket, timeout_s)
 
-    def start(
-        self, on_message: Callable[[Message], None], on_closed: Callable[[str], None], *, name: str = "channel"
-    ) -> None:
+    def start(self, on_message: Callable[[Message], None], on_closed: Callable[[str], None]) -> None:
         """Start the reader thread, which calls `on_message` for each message and `on_closed(why)` at the end."""
-        self._reader = threading.Thread(
-            target=self._read, args=(on_message, on_closed), name=f"spark_elastic-{name}", daemon=True
-        )
+        arguments = on_message, on_closed
+        self._reader = threading.Thread(target=self._read, args=arguments, name="spark_elastic-link", daemon=True)
         self._reader.start()
 
     def send(self, message: Message) -> None:
@@ -161,6 +150,8 @@ class Channel:
     def _read(self, on_message: Callable[[Message], None], on_closed: Callable[[str], None]) -> None:
         try:
             why = self._read_until_closed(on_message)
+        except ProtocolError as error:  # also if a message contradicts an earlier one
+            why = f"the driver broke the protocol: {error}"
         except Exception as error:  # without a reader, no message of the driver would arrive
             logger.exception("the channel's reader failed")
             why = f"internal error in the channel's reader: {error!r}"
@@ -175,8 +166,6 @@ class Channel:
                 excused = False
                 if not data:
                     return "the driver closed the connection"
-                bodies, _ = self._connection.receive(data)
-                messages = [decode(body) for body in bodies]
             except TimeoutError:
                 if not excused and self._was_held_up():
                     excused = True
@@ -184,13 +173,9 @@ class Channel:
                 return f"the driver was silent for {self._socket.gettimeout():.0f} s, longer than elastic_timeout"
             except OSError as error:
                 return f"the connection to the driver broke: {error}"
-            except ProtocolError as error:
-                return f"the driver broke the protocol: {error}"
-            try:
-                for message in messages:
-                    on_message(message)
-            except ProtocolError as error:  # it contradicts an earlier message
-                return f"the driver broke the protocol: {error}"
+            bodies, _ = self._connection.receive(data)
+            for message in [decode(body) for body in bodies]:
+                on_message(message)
 
 
 # --- the asyncio end --------------------------------------------------------------------------------
@@ -214,21 +199,18 @@ class MessageStream(asyncio.Protocol):
         on_open: Callable[[MessageStream], None],
         on_message: Callable[[MessageStream, Message], None],
         on_closed: Callable[[MessageStream, str], None],
-        on_unauthenticated: Callable[[MessageStream], object] | None = None,
+        on_unauthenticated: Callable[[MessageStream], object],
     ) -> None:
         self._connection = Connection(key, server=server, encrypt=encrypt)
-        self._on_open = on_open
-        self._on_message = on_message
-        self._on_closed = on_closed
+        self._server = server
+        self._on_open, self._on_message, self._on_closed = on_open, on_message, on_closed
         self._on_unauthenticated = on_unauthenticated
         self._transport: asyncio.Transport | None = None
         self._handshake_deadline: asyncio.TimerHandle | None = None
         self._why = "the peer closed the connection"
         self._open = False
         self._aborted = False
-        self.refusal = ""
-        """Why this side closed an unauthenticated connection; "" if the other side did."""
-        self._server = server
+        self.refusal = ""  # why this side closed an unauthenticated connection; "" if the other side did
         self.peer_address = ""
 
     @property
@@ -317,5 +299,5 @@ class MessageStream(asyncio.Protocol):
         if self._open:
             self._open = False
             self._on_closed(self, str(exc) if exc is not None else self._why)
-        elif self._on_unauthenticated is not None:
+        else:
             self._on_unauthenticated(self)

@@ -19,10 +19,8 @@ from spark_elastic.wire.messages import Message
 
 _SEPARATOR = b"\n"
 _COMPRESS_FROM_BYTES = 4096
-_COMPRESSED = b"\x78"
-"""First byte of zlib's format; a message that is not compressed begins with a brace."""
-MAX_MESSAGE_BYTES = 64 * 2**20
-"""Limit of a decompressed message."""
+_COMPRESSED = b"\x78"  # first byte of zlib's format; a message that is not compressed begins with a brace
+MAX_MESSAGE_BYTES = 64 * 2**20  # limit of a decompressed message
 
 
 def encode(message: Message) -> bytes:
@@ -63,8 +61,14 @@ def decode(data: bytes) -> Message:
     Raise ProtocolError if the bytes are not a message, or a field is missing, unknown or of the wrong type.
     """
     if data.startswith(_COMPRESSED):
-        head, payload = _decompressed(data)
-        separator = head[-1:]
+        stream = zlib.decompressobj()
+        try:
+            head = stream.decompress(data, MAX_MESSAGE_BYTES)
+        except zlib.error as error:
+            raise ProtocolError(f"a compressed message that is damaged: {error}") from None
+        if not stream.eof:
+            raise ProtocolError(f"a compressed message that is incomplete or longer than {MAX_MESSAGE_BYTES} bytes")
+        separator, payload = head[-1:], stream.unused_data
     else:
         head, separator, payload = data.partition(_SEPARATOR)
     if separator != _SEPARATOR:
@@ -79,69 +83,46 @@ def decode(data: bytes) -> Message:
     if not isinstance(fields, dict):
         raise ProtocolError("a message head that is not an object")
     name = fields.pop("type", None)
-    cls = _messages().get(name) if isinstance(name, str) else None
+    cls: type[Any] | None = _messages().get(name) if isinstance(name, str) else None
     if cls is None:
         raise ProtocolError(f"unknown message type {name!r:.80}")
+    carries_payload = any(each.name == "payload" for each in dataclasses.fields(cls))
+    if carries_payload and "payload" in fields:
+        raise ProtocolError(f"{name}: payload in the head")
+    if payload and not carries_payload:
+        raise ProtocolError(f"{name}: {len(payload)} bytes behind a message that carries none")
     try:
-        return _message(cls, fields, payload)
+        message: Message = _object(cls, fields, {"payload": payload} if carries_payload else {})
     except _Unexpected as error:
-        raise ProtocolError(f"{name}{error.path}: {error.text}") from None
-
-
-def _decompressed(data: bytes) -> tuple[bytes, bytes]:
-    """Return the head, and the payload behind it."""
-    stream = zlib.decompressobj()
-    try:
-        body = stream.decompress(data, MAX_MESSAGE_BYTES)
-    except zlib.error as error:
-        raise ProtocolError(f"a compressed message that is damaged: {error}") from None
-    if not stream.eof:
-        raise ProtocolError(f"a compressed message that is incomplete or longer than {MAX_MESSAGE_BYTES} bytes")
-    return body, stream.unused_data
+        raise ProtocolError(f"{name}{error}") from None
+    return message
 
 
 # --- values of JSON in the types of their fields; each function raises `_Unexpected` if they are others --------
 
 
 class _Unexpected(Exception):
-    """A value is not what its field takes."""
-
-    def __init__(self, text: str, path: str = "") -> None:
-        super().__init__(text)
-        self.text = text
-        self.path = path  # of the field within the message, with a dot before each name
-
-    def within(self, field: str) -> _Unexpected:
-        return _Unexpected(self.text, f".{field}{self.path}")
-
-
-def _message(cls: type[Any], fields: dict[str, Any], payload: bytes) -> Message:
-    carries_payload = any(each.name == "payload" for each in dataclasses.fields(cls))
-    if carries_payload and "payload" in fields:
-        raise _Unexpected("payload in the head")
-    if payload and not carries_payload:
-        raise _Unexpected(f"{len(payload)} bytes behind a message that carries none")
-    return typing.cast(Message, _object(cls, fields, {"payload": payload} if carries_payload else {}))
+    """A value is not what its field takes: ": why", or ".field.part: why"."""
 
 
 def _object(cls: Any, fields: Any, more: dict[str, Any]) -> Any:
     """Return a dataclass of a JSON object, which has to have just its fields, and of the values in `more`."""
     if type(fields) is not dict:
-        raise _Unexpected("expected an object")
+        raise _Unexpected(": expected an object")
     hints = _types(cls)
     if fields.keys() != hints.keys():
         missing, unknown = sorted(hints.keys() - fields.keys()), sorted(fields.keys() - hints.keys())
-        raise _Unexpected(f"missing fields {missing}, unknown fields {unknown!s:.200}")
+        raise _Unexpected(f": missing fields {missing}, unknown fields {unknown!s:.200}")
     values = dict(more)
     for name, value in fields.items():
         try:
             values[name] = _value(hints[name], value)
         except _Unexpected as error:
-            raise error.within(name) from None
+            raise _Unexpected(f".{name}{error}") from None
     try:
         return cls(**values)
     except ValueError as error:
-        raise _Unexpected(str(error)) from None
+        raise _Unexpected(f": {error}") from None
 
 
 def _value(hint: Any, value: Any) -> Any:
@@ -152,11 +133,11 @@ def _value(hint: Any, value: Any) -> Any:
         return None if value is None else _value(arm, value)
     if origin is tuple:
         if type(value) is not list:
-            raise _Unexpected("expected a list")
+            raise _Unexpected(": expected a list")
         return tuple(_value(of[0], each) for each in value)
     if origin is dict:
         if type(value) is not dict:
-            raise _Unexpected("expected an object")
+            raise _Unexpected(": expected an object")
         return {key: _value(of[1], each) for key, each in value.items()}
     if dataclasses.is_dataclass(hint):
         return _object(typing.cast("type[Any]", hint), value, {})
@@ -164,7 +145,7 @@ def _value(hint: Any, value: Any) -> Any:
         try:
             return float(value)
         except OverflowError:
-            raise _Unexpected("an integer that no float can hold") from None
+            raise _Unexpected(": an integer that no float can hold") from None
     if type(value) is not hint:  # exact: a bool must not pass as an int
-        raise _Unexpected(f"expected {hint.__name__}, got {type(value).__name__}")
+        raise _Unexpected(f": expected {hint.__name__}, got {type(value).__name__}")
     return value

@@ -33,8 +33,7 @@ from spark_elastic.errors import AuthenticationError, FrameTooLargeError, Missin
 KEY_BYTES = 32
 MAGIC = b"SPEL2"
 MAGIC_ENCRYPTED = b"SPEX2"
-MAX_FRAME_BYTES = 32 * 2**20
-"""Enough for any message; results and functions travel through Spark instead."""
+MAX_FRAME_BYTES = 32 * 2**20  # enough for any message; results and functions travel through Spark instead
 
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
@@ -100,55 +99,36 @@ class _Encrypted:
             raise AuthenticationError(_ALTERED) from None
 
 
-class _KeyExchange:
-    """One side of an X25519 key exchange."""
-
-    def __init__(self) -> None:
-        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-
-        self._private: Any = X25519PrivateKey.generate()
-        self.public: bytes = self._private.public_key().public_bytes_raw()
-
-    def shared(self, theirs: bytes) -> bytes:
-        """Return the secret that both sides know. Raises `AuthenticationError` for a public key that gives none."""
-        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
-
-        try:
-            return bytes(self._private.exchange(X25519PublicKey.from_public_bytes(theirs)))
-        except ValueError:
-            raise AuthenticationError("the peer sent a public key that gives no secret") from None
-
-
 class Connection:
     """One end of a channel. Not thread-safe: `send` and `receive` each need one caller at a time.
 
     After any `ProtocolError` the caller has to close the connection. `server` is the end that accepted it; both ends
-    need the same `encrypt`. No body may be larger than `max_frame_bytes`.
+    need the same `encrypt`.
 
     Raises:
         MissingExtraError: `encrypt` is set, and the package cryptography is not installed.
     """
 
-    def __init__(
-        self, key: bytes, *, server: bool, encrypt: bool = False, max_frame_bytes: int = MAX_FRAME_BYTES
-    ) -> None:
+    def __init__(self, key: bytes, *, server: bool, encrypt: bool = False) -> None:
+        self._private: Any = None  # X25519's private key, whose public key is the nonce
+        self._nonce = os.urandom(_NONCE_BYTES)
         if encrypt:
             require_encryption()
+            from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+            self._private = X25519PrivateKey.generate()
+            self._nonce = self._private.public_key().public_bytes_raw()
         self._key = key
         self._server = server
-        self._max_frame_bytes = max_frame_bytes
         self._buffer = bytearray()
         self._magic = MAGIC_ENCRYPTED if encrypt else MAGIC
-        self._exchange = _KeyExchange() if encrypt else None
-        self._nonce = os.urandom(_NONCE_BYTES) if self._exchange is None else self._exchange.public
         self._sending: _Authenticated | _Encrypted = _Authenticated(b"")
         self._receiving: _Authenticated | _Encrypted = _Authenticated(b"")
         self._expected_proof = b""
         self._sent = 0
         self._received = 0
         self._proved = False  # a client has checked the server's proof and waits for the empty frame
-        self.authenticated = False
-        """True once both sides have proved that they hold the key; at a client, once the server has said so."""
+        self.authenticated = False  # both sides hold the key; at a client, once the server has said so
 
     def start(self) -> bytes:
         """Return the first bytes to send: a client's greeting, nothing for a server."""
@@ -158,8 +138,8 @@ class Connection:
         """Return the frame that carries `body`. Raise FrameTooLargeError if it is larger than the peer accepts."""
         if not self.authenticated:
             raise ProtocolError("a frame cannot be sent before the handshake is complete")
-        if len(body) > self._max_frame_bytes:
-            raise FrameTooLargeError(size=len(body), limit=self._max_frame_bytes)
+        if len(body) > MAX_FRAME_BYTES:
+            raise FrameTooLargeError(size=len(body), limit=MAX_FRAME_BYTES)
         mac, protected = self._sending.protect(self._sent, body)
         self._sent += 1
         return _LENGTH.pack(len(body)) + mac + protected
@@ -236,8 +216,14 @@ class Connection:
             raise AuthenticationError("the peer does not hold this job's key")
 
     def _derive(self, nonces: bytes, theirs: bytes) -> None:
-        secret = b"" if self._exchange is None else self._exchange.shared(theirs)
-        kind = _Authenticated if self._exchange is None else _Encrypted
+        secret, kind = b"", _Authenticated if self._private is None else _Encrypted
+        if self._private is not None:
+            from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
+
+            try:
+                secret = self._private.exchange(X25519PublicKey.from_public_bytes(theirs))
+            except ValueError:
+                raise AuthenticationError("the peer sent a public key that gives no secret") from None
         up = kind(_hmac(self._key, b"client to server", nonces, secret))
         down = kind(_hmac(self._key, b"server to client", nonces, secret))
         self._sending, self._receiving = (down, up) if self._server else (up, down)
@@ -248,8 +234,8 @@ class Connection:
         start, length = 0, len(self._buffer)
         while length - start >= _HEADER_BYTES and (most is None or len(bodies) < most):
             (size,) = _LENGTH.unpack_from(self._buffer, start)
-            if size > self._max_frame_bytes:
-                raise FrameTooLargeError(size=size, limit=self._max_frame_bytes)
+            if size > MAX_FRAME_BYTES:
+                raise FrameTooLargeError(size=size, limit=MAX_FRAME_BYTES)
             at = start + _HEADER_BYTES
             if length < at + size:
                 break

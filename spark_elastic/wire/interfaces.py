@@ -7,16 +7,14 @@ import socket
 import struct
 import sys
 
-THIS_MACHINE = "127.0.0.1"
-"""The host that agents report if all of them run on the driver's machine."""
+THIS_MACHINE = "127.0.0.1"  # the host that agents report if all of them run on the driver's machine
 _SIOCGIFADDR = 0x8915
 _SIOCGIFFLAGS = 0x8913
 _IFF_UP = 0x1
 _IF_INET6 = "/proc/net/if_inet6"
 _LINK_SCOPE = 0x20
 _TEMPORARY, _DEPRECATED = 0x01, 0x20
-_UNUSABLE = 0x08 | 0x40
-"""Flags of an IPv6 address that another machine has too, or for which that is still being checked."""
+_UNUSABLE = 0x08 | 0x40  # flags of an IPv6 address that another machine has too, or may have
 
 
 def interface_addresses() -> dict[str, tuple[str, ...]]:
@@ -28,7 +26,7 @@ def interface_addresses() -> dict[str, tuple[str, ...]]:
     On other systems than Linux: loopback as "lo" and the interface of the default route as "default".
     """
     if not sys.platform.startswith("linux"):
-        default = _route_address()
+        default = _default_address()
         return {"lo": ("127.0.0.1",), **({"default": (default,)} if default is not None else {})}
     with_ipv4, with_ipv6 = _ipv4_addresses(), _ipv6_addresses()
     names = dict.fromkeys([*with_ipv4, *with_ipv6])
@@ -93,7 +91,7 @@ def address_of(name: str) -> str:
     if not is_loopback(resolved) or name.partition(".")[0] == "localhost":
         return resolved
     # Debian's /etc/hosts gives 127.0.1.1 to the machine's own name. With that, all such machines would look like one.
-    outward = (address for address in (_route_address(), *own_addresses()) if address)
+    outward = (address for address in (_default_address(), *own_addresses()) if address)
     return next((address for address in outward if not is_loopback(address)), name)
 
 
@@ -136,8 +134,16 @@ def is_address(name: str) -> bool:
 
 
 def on_this_machine(address: str) -> str:
-    """Return `THIS_MACHINE` for any address of this machine, and others as they are."""
-    return THIS_MACHINE if address in own_addresses() or (is_address(address) and is_loopback(address)) else address
+    """Return `THIS_MACHINE` for any address of this machine, listed or not, and others as they are."""
+    if not is_address(address):
+        return address
+    if not is_loopback(address):
+        try:
+            with socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET) as probe:
+                probe.bind((address, 0))
+        except OSError:  # of another machine
+            return address
+    return THIS_MACHINE
 
 
 def is_loopback(address: str) -> bool:
@@ -145,13 +151,16 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def _route_address() -> str | None:
+def _default_address() -> str | None:
     """Return this machine's address on the default route, rather IPv4 than IPv6; None without one."""
-    for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((elsewhere, 9))  # sends nothing: a UDP connect only looks up the route
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
-    return None
+    return address_toward("192.0.2.1") or address_toward("2001:db8::1")
+
+
+def address_toward(address: str) -> str | None:
+    """Return this machine's address on the route to another one; None without a route."""
+    try:
+        with socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing: a UDP connect only looks up the route
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import platform
+import struct
 import sys
 from dataclasses import dataclass, field
 
@@ -28,21 +29,14 @@ class Message:
 
 @dataclass(frozen=True)
 class AgentHello(Message):
-    """First message of an agent: where it runs and what it may use there."""
+    """First message of an agent: where it runs."""
 
     place: Place
-    launch: int
-    """The slot's launch that started the agent; it may have been withdrawn since."""
-    pid: int
-    addresses: dict[str, tuple[str, ...]]
-    """Addresses by interface name, including loopback; IPv4 first."""
+    launch: int  # the slot's launch that started the agent; it may have been withdrawn since
+    addresses: dict[str, tuple[str, ...]]  # by interface name, including loopback; IPv4 first
     probe_port: int
     """Port where the agent accepts and closes connections, so that others find addresses that reach it; 0: none."""
-    ports_taken: str
-    """Why the agent found no free port among those of `agent_ports`; "" if it did."""
-    cores: int
-    accelerators: tuple[str, ...]
-    python: str
+    ports_taken: str  # why the agent found no free port among those of `agent_ports`; "" if it did
 
     def __post_init__(self) -> None:
         _check_addresses(self.addresses)
@@ -52,8 +46,7 @@ class AgentHello(Message):
 class InterfacesChanged(Message):
     """The network interfaces of the agent's host are others than it has said before."""
 
-    addresses: dict[str, tuple[str, ...]]
-    """As in `AgentHello`."""
+    addresses: dict[str, tuple[str, ...]]  # as in `AgentHello`
     probe_port: int
 
     def __post_init__(self) -> None:
@@ -72,8 +65,7 @@ def _check_addresses(by_interface: dict[str, tuple[str, ...]]) -> None:
 class AgentHeartbeat(Message):
     """The agent is alive, and so is the worker process `running`."""
 
-    running: int | None
-    """See `membership.events.AgentAlive`."""
+    running: int | None  # see `membership.events.AgentAlive`
 
 
 @dataclass(frozen=True)
@@ -81,8 +73,7 @@ class WorkerDying(Message):
     """The worker's process dies, and not by itself. `WorkerExited` follows when the kernel has freed its memory."""
 
     worker: int
-    exit_code: int | None
-    """As in `WorkerExited`; None if it is not known yet."""
+    exit_code: int | None  # as in `WorkerExited`; None if it is not known yet
 
 
 @dataclass(frozen=True)
@@ -92,10 +83,8 @@ class WorkerExited(Message):
     worker: int
     exit_code: int
     stderr_tail: str
-    oom_kills: int
-    """The number of processes that the kernel killed for lack of memory while the worker ran."""
-    memory: str
-    """A description of those kills and of the memory limits; "" if there were none."""
+    oom_kills: int  # the number of processes that the kernel killed for lack of memory while the worker ran
+    memory: str  # a description of those kills and of the memory limits; "" if there were none
 
 
 @dataclass(frozen=True)
@@ -119,11 +108,8 @@ class ResultStored(Message):
     """The function returned: the agent holds the result and returns it from its task when the job finishes."""
 
     worker: int
-    size: int
-    in_loop: bool
-    """True if the worker ever entered an elastic loop."""
-    run: int
-    """Number of the function's call, see `RunAgain`; the newest result counts."""
+    in_loop: bool  # true if the worker ever entered an elastic loop
+    run: int  # number of the function's call, see `RunAgain`; the newest result counts
 
 
 @dataclass(frozen=True)
@@ -139,14 +125,6 @@ class PeersReachable(Message):
 
 
 # --- driver -> agent ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class AgentWelcome(Message):
-    """The agent is accepted: send heartbeats, and take the driver for dead after `silence_limit_s` of silence."""
-
-    heartbeat_interval_s: float
-    silence_limit_s: float
 
 
 @dataclass(frozen=True)
@@ -195,7 +173,6 @@ class WorkerHello(Message):
     """First message of a worker process, with the id that its agent gave it."""
 
     worker: int
-    pid: int
 
 
 @dataclass(frozen=True)
@@ -225,8 +202,7 @@ class Raised(Message):
     error_type: str
     error: str
     traceback: str
-    exit_code: int | None
-    """The code that a script exited with; None: it raised something else."""
+    exit_code: int | None  # the code that a script exited with; None: it raised something else
 
 
 @dataclass(frozen=True)
@@ -240,16 +216,12 @@ class Abandoned(Message):
 class LiveProgress(Message):
     """Progress of rank 0's training for display, sent several times a second; losing one is harmless."""
 
-    epoch: int
-    """From 0."""
+    epoch: int  # from 0
     epochs: int
-    phase: str
-    """Either "train" or "validate"."""
-    rows: int
-    """Rows done, of `total`."""
+    phase: str  # either "train" or "validate"
+    rows: int  # rows done, of `total`
     total: int
-    values: dict[str, float]
-    """The loss and the metrics so far."""
+    values: dict[str, float]  # the loss and the metrics so far
 
 
 @dataclass(frozen=True)
@@ -267,8 +239,7 @@ class EpochRow(Message):
     """An epoch's row of the history, as JSON, for callbacks on the driver. A new rank 0 sends them again."""
 
     epoch: int
-    waits: bool
-    """The sender waits for an `EpochDecision` before the epoch ends."""
+    waits: bool  # the sender waits for an `EpochDecision` before the epoch ends
     payload: bytes
 
 
@@ -301,10 +272,8 @@ class KvGather(Message):
     """Add a value to those of a group. Answered by one `KvGathered` once all members have; not if the round ends."""
 
     round: int
-    name: str
-    """The group, among those of the round."""
-    rank: int
-    """The sender's rank in the group."""
+    name: str  # the group, among those of the round
+    rank: int  # the sender's rank in the group
     size: int
     value: str
 
@@ -317,22 +286,11 @@ class KvGather(Message):
 
 
 @dataclass(frozen=True)
-class WorkerWelcome(Message):
-    """The worker is accepted: send heartbeats, and take the driver for dead after `silence_limit_s` of silence."""
-
-    heartbeat_interval_s: float
-    silence_limit_s: float
-    stall_timeout_s: float
-    """How long a member may wait in a collective before the driver acts."""
-
-
-@dataclass(frozen=True)
 class WorldAssigned(Message):
     """The next world; the receiver is a member of it."""
 
     world: World
-    addresses: tuple[str, ...]
-    """The address that each member binds to, by rank."""
+    addresses: tuple[str, ...]  # the address that each member binds to, by rank
 
     def __post_init__(self) -> None:
         size = self.world.size
@@ -352,8 +310,7 @@ class Provisional(Message):
 
     rank: int
     size: int
-    loop: int
-    """Number of the loop that the job is in; a worker in an earlier loop leaves that with its `LoopResult`."""
+    loop: int  # number of the loop that the job is in; a worker in an earlier loop leaves that with its `LoopResult`
 
 
 @dataclass(frozen=True)
@@ -408,6 +365,15 @@ class KvGathered(Message):
 
 
 @dataclass(frozen=True)
+class Welcome(Message):
+    """The agent or worker is accepted: send heartbeats, and end after `silence_limit_s` without a message."""
+
+    heartbeat_interval_s: float
+    silence_limit_s: float
+    stall_timeout_s: float  # how long a member may wait in a collective before the driver acts
+
+
+@dataclass(frozen=True)
 class LoopResult(Message):
     """The return value of an elastic loop, pickled and signed by the worker that it comes from.
 
@@ -415,8 +381,7 @@ class LoopResult(Message):
     """
 
     loop: int
-    problem: str
-    """Why there is no return value to send; "" if there is one."""
+    problem: str  # why there is no return value to send; "" if there is one
     payload: bytes
 
 
@@ -442,33 +407,24 @@ class LaunchSpec:
     It holds the job's key, so it travels only in Spark's own serialisation or through a launcher's pipe, pickled.
     """
 
-    job: str
-    """The job's name in logs and descriptions."""
-    driver_addresses: tuple[tuple[str, int], ...]
-    """Addresses of the driver's rendezvous server, in the order in which to try them."""
-    key: bytes = field(repr=False)
-    """The job's key for the channels."""
-    function: bytes = field(repr=False)
-    """cloudpickle of (fn, args, kwargs); empty if the agent has to fetch it from the driver."""
+    job: str  # the job's name in logs and descriptions
+    driver_addresses: tuple[tuple[str, int], ...]  # of the driver's rendezvous server, in the order to try
+    key: bytes = field(repr=False)  # the job's key for the channels
+    function: bytes = field(repr=False)  # cloudpickle of (fn, args, kwargs); empty: the agent has to fetch it
     connect_timeout_s: float
-    made_by: str
-    """`interpreter()` of the driver, for the error of a worker that cannot load the function."""
-    env: dict[str, str] = field(default_factory=dict)
-    """Variables to add to the worker's environment."""
-    device: str = "auto"
-    """Device of the workers: "auto", "cpu", "cuda" or "cuda:N"."""
-    nics: tuple[str, ...] | None = None
-    """Network interfaces that may carry collectives; None for any."""
-    agent_ports: tuple[int, int] = (0, 0)
-    """The first and the last port at which the agents may listen; (0, 0) for any."""
-    preimport: tuple[str, ...] = ("torch",)
-    """Modules that a worker imports while it waits for its order, see `modules_of`."""
-    encrypt: bool = False
-    """Whether the channels are encrypted."""
-    fetched_bytes: int = 0
-    """Size of the function that the agent has to fetch; 0 if the function came with the launch."""
-    keep_workers_s: float = 0.0
-    """Seconds for which an executor keeps a fork server of workers after the job; 0: none is used."""
+    made_by: str  # `interpreter()` of the driver, for the error of a worker that cannot load the function
+    env: dict[str, str] = field(default_factory=dict)  # variables to add to the worker's environment
+    device: str = "auto"  # device of the workers: "auto", "cpu", "cuda" or "cuda:N"
+    nics: tuple[str, ...] | None = None  # network interfaces that may carry collectives; None for any
+    agent_ports: tuple[int, int] = (0, 0)  # the first and the last port at which the agents may listen; (0, 0) for any
+    preimport: tuple[str, ...] = ("torch",)  # what a worker imports while it waits for its order, see `modules_of`
+    encrypt: bool = False  # whether the channels are encrypted
+    fetched_bytes: int = 0  # size of the function that the agent has to fetch; 0 if the function came with the launch
+    keep_workers_s: float = 0.0  # how long an executor keeps a fork server of workers after the job; 0: none is used
+
+
+RESULT_HEAD = struct.Struct("<?IQ")
+"""What precedes a result in the pipe from a worker to its agent: `in_loop`, number of the call, bytes of the result."""
 
 
 def modules_of(function: bytes) -> tuple[str, ...]:
@@ -487,10 +443,8 @@ def modules_of(function: bytes) -> tuple[str, ...]:
 
 def slowest_import(modules: tuple[str, ...]) -> str:
     """Return the name of the package in `modules_of` that takes a worker the longest to import."""
-    return next((name for module, name in _SLOW.items() if module in modules), "torch")
-
-
-_SLOW = {"tensorflow": "TensorFlow", "keras": "Keras"}
+    slow = {"tensorflow": "TensorFlow", "keras": "Keras"}
+    return next((name for module, name in slow.items() if module in modules), "torch")
 
 
 def interpreter() -> str:

@@ -99,9 +99,6 @@ def taken_in_words(ports: Ports, setting: str, where: str) -> str:
     return f"all {ports.size} ports of {setting}='{ports}' are taken {where}; give a wider range"
 
 
-# --- addresses with ports --------------------------------------------------------------------------------
-
-
 def with_port(host: str, port: int) -> str:
     """Return `host:port`, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -22,10 +22,8 @@ from spark_elastic.membership.topology import StateVersion, WorkerId, World
 from spark_elastic.wire import messages as wire
 from spark_elastic.wire.channel import Channel
 
-MAX_ERROR_CHARACTERS = 200_000
-"""Limit of an exception's message, and of its traceback: some quote a whole batch."""
-MAX_NOTICE = 1000
-"""Characters of a notice that are sent to the driver."""
+MAX_ERROR_CHARACTERS = 200_000  # limit of an exception's message, and of its traceback: some quote a whole batch
+MAX_NOTICE = 1000  # characters of a notice that are sent to the driver
 
 log = logging.getLogger("spark_elastic")
 
@@ -36,20 +34,8 @@ class Assignment:
 
     world: World
     worker: WorkerId
-    addresses: Sequence[str]
-    """The address that each member binds to, by rank."""
-    updates_seen: int = 0
-    """`updates_seen()` when this world arrived: it includes those updates."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProvisionalPosition:
-    """The probable position of a newcomer, while a world runs without it."""
-
-    rank: int
-    size: int
-    loop: int = 1
-    """Number of the elastic loop that the job is in."""
+    addresses: Sequence[str]  # the address that each member binds to, by rank
+    updates_seen: int = 0  # `updates_seen()` when this world arrived: it includes those updates
 
 
 class WorkerLink:
@@ -66,44 +52,35 @@ class WorkerLink:
         self._channel = channel
         self._changed = threading.Condition()
         self._assignment: Assignment | None = None
-        self._provisional: ProvisionalPosition | None = None
+        self._provisional: wire.Provisional | None = None
         self._updates_seen = 0
         self._cut_round = 0
         self._cut_why = ""
         self._cut_callback: Callable[[int, str], None] | None = None
-        self._replies: dict[str, bytes] = {}
-        """The values that the driver has sent, by key."""
-        self._gathered: dict[tuple[int, str], tuple[str, ...]] = {}
-        """The values of groups, by round and name."""
-        self._decisions: dict[int, str] = {}
-        """The driver's decisions about epochs that this worker has asked about."""
+        #: The driver's answers: values by key, the values of a group by its round and name, decisions by epoch.
+        self._replies: dict[str | tuple[int, str] | int, Any] = {}
         self._version: StateVersion | None = None
+        #: The state that the current world starts from; None once this worker has applied a step in it.
         self._starts_at: StateVersion | None = None
-        """The state that the current world starts from; None once this worker has applied a step in it."""
-        self._begun = 0
-        """The newest round in which this worker has reported its state."""
-        self.in_loop = False
-        """True once an elastic loop was entered."""
+        self._begun = 0  # the newest round in which this worker has reported its state
+        self.in_loop = False  # true once an elastic loop was entered
         self._blocked_since: float | None = None
         self._after_loop = False
         self._loop_results: dict[int, wire.LoopResult] = {}
-        self._run_again: Callable[[int], None] = lambda run: None  # the function has not returned yet
+        #: Called with the number of the call, on the channel's thread, when the driver has the function called again.
+        self.on_run_again: Callable[[int], object] = lambda run: None
         self._ending = False
-        self._in_child = False
-        """This is a forked child of the worker, whose channel is the parent's."""
+        self._in_child = False  # this is a forked child of the worker, whose channel is the parent's
         self._beat_now = threading.Event()
-        self.stall_timeout_s = 0.0
-        """Time that a collective may take before the driver removes a worker."""
+        self.stall_timeout_s = 0.0  # time that a collective may take before the driver removes a worker
 
     def start(self) -> None:
         """Send the hello, and start to receive messages. Heartbeats begin with the driver's welcome."""
         os.register_at_fork(after_in_child=self._forked)
-        self._channel.start(self._on_message, self._on_closed, name="link")
-        self._channel.send(wire.WorkerHello(self.worker, os.getpid()))
+        self._channel.start(self._on_message, self._on_closed)
+        self._channel.send(wire.WorkerHello(self.worker))
 
-    # --- worlds and their groups ------------------------------------------------------------------------
-
-    def join_at_init(self) -> Assignment | ProvisionalPosition:
+    def join_at_init(self) -> Assignment | wire.Provisional:
         """Wait until a first world is published; return at once if one runs an elastic loop. Called by `init()`."""
         self._send(wire.Ready(0, None, at_init=True, loop=1))
         with self._changed:
@@ -118,7 +95,7 @@ class WorkerLink:
         version: StateVersion | None,
         loop: int = 1,
         meanwhile: Callable[[], None] | None = None,
-    ) -> Assignment | ProvisionalPosition:
+    ) -> Assignment | wire.Provisional:
         """Report READY, with the version of the state held here, and wait for a newer world than that of `round`.
 
         Round 0: there was none. `loop` is the number of the elastic loop that calls this; 0: `init()` does. `meanwhile`
@@ -148,10 +125,8 @@ class WorkerLink:
         if before is not None and version < before:  # back to a commit: the driver counts the steps that are lost
             self._send(wire.WorkerHeartbeat(before, None, self._after_loop, self._begun))
         self._version = version
-        told_at_once = False
-        if self._begun < self._newest_round():
-            self._begun = self._newest_round()
-            told_at_once = True  # from here on, a loss is the loss of a world that trains
+        told_at_once = self._begun < self._newest_round()  # from here on, a loss is that of a world that trains
+        self._begun = max(self._begun, self._newest_round())
         if self._starts_at is not None and version.is_steps_after(self._starts_at):
             self._starts_at = None
             told_at_once = True  # the first step in this world: the driver measures the pause by it
@@ -232,30 +207,20 @@ class WorkerLink:
             return False  # it is only displayed; the reader thread acts on a broken channel
         return True
 
-    def report_epoch(self, epoch: int, row: bytes) -> None:
-        """Send an epoch's row of the history to the callbacks on the driver."""
-        self._send(wire.EpochRow(epoch, False, row))
-
-    def ask_after_epoch(self, epoch: int, row: bytes, timeout_s: float) -> str:
-        """Send an epoch's row, and wait for the decision of the callbacks on the driver.
+    def report_epoch(self, epoch: int, row: bytes, wait_s: float = 0.0) -> str:
+        """Send an epoch's row of the history to the callbacks on the driver, and wait that long for their decision.
 
         Returns the reason to end the training after this epoch; "" to continue, also if no decision came in time.
         Raises HorovodInternalError if the driver has ended the round.
         """
         with self._changed:
-            self._decisions.clear()
+            self._replies.pop(epoch, None)
             round = self._newest_round()
-        self._send(wire.EpochRow(epoch, True, row))
-        deadline = clock.monotonic() + timeout_s
-        with self._changed:
-            while epoch not in self._decisions:
-                if self._cut_round >= round:
-                    raise HorovodInternalError(f"round {round} ended at the end of an epoch: {self._cut_why}")
-                left = deadline - clock.monotonic()
-                if left <= 0:
-                    return ""
-                self._changed.wait(left)
-            return self._decisions[epoch]
+        self._send(wire.EpochRow(epoch, wait_s > 0, row))
+        try:
+            return str(self._await_in_round(round, epoch, wait_s, f"decision on epoch {epoch}")) if wait_s > 0 else ""
+        except TimeoutError:
+            return ""
 
     def kv_set(self, round: int, key: str, value: bytes) -> None:
         """Set a value in the round's key-value store at the driver."""
@@ -269,7 +234,7 @@ class WorkerLink:
             TimeoutError: The key was not set within `timeout_s`.
         """
         self._send(wire.KvGet(round, key))
-        value: bytes = self._await_in_round(round, self._replies, key, timeout_s, f"value of {key}")
+        value: bytes = self._await_in_round(round, key, timeout_s, f"value of {key}")
         return value
 
     def gather(self, round: int, name: str, rank: int, size: int, value: str, timeout_s: float) -> Sequence[str]:
@@ -279,29 +244,24 @@ class WorkerLink:
         """
         self._send(wire.KvGather(round, name, rank, size, value))
         what = f"values of all {size} members of {name}"
-        found: tuple[str, ...] = self._await_in_round(round, self._gathered, (round, name), timeout_s, what)
+        found: tuple[str, ...] = self._await_in_round(round, (round, name), timeout_s, what)
         return found
 
-    def _await_in_round(self, round: int, replies: dict[Any, Any], key: Any, timeout_s: float, what: str) -> Any:
+    def _await_in_round(self, round: int, key: str | tuple[int, str] | int, timeout_s: float, what: str) -> Any:
         """Wait for the driver's reply under that key, and remove it. Raises as `kv_get` does."""
         deadline = clock.monotonic() + timeout_s
         with self._changed:
-            while key not in replies:
+            while key not in self._replies:
                 if self._cut_round >= round or self._newest_round() > round:
-                    raise HorovodInternalError(f"round {round} ended while it was being set up: {self._cut_why}")
+                    raise HorovodInternalError(f"round {round} has ended: {self._cut_why}")
                 left = deadline - clock.monotonic()
                 if left <= 0:
                     raise TimeoutError(f"no {what} within {timeout_s:.0f} s in round {round}")
                 self._changed.wait(left)
-            return replies.pop(key)
-
-    # --- the end of the function ----------------------------------------------------------------------
+            return self._replies.pop(key)
 
     def raised(self, error: BaseException, traceback: str, exit_code: int | None = None) -> None:
-        """Report an exception of the user's function, with a shortened message and traceback if they are long.
-
-        `exit_code`: that of a script that has exited.
-        """
+        """Report an exception of the user's function, shortened if it is long. `exit_code`: of a script that exited."""
         try:
             text = str(error)
         except Exception as problem:
@@ -320,30 +280,27 @@ class WorkerLink:
             self._after_loop = False
             self._beat_now.set()
 
-    def on_run_again(self, callback: Callable[[int], None]) -> None:
-        """Call `callback(run)`, on the channel's thread, when the driver has the function called again."""
-        self._run_again = callback
-
-    # --- threads --------------------------------------------------------------------------------------
-
     def _newest_round(self) -> int:
         return self._assignment.world.round if self._assignment is not None else 0
 
     def _on_message(self, message: wire.Message) -> None:
         match message:
-            case wire.WorkerWelcome(interval_s, silence_limit_s, stall_timeout_s):
+            case wire.Welcome(interval_s, silence_limit_s, stall_timeout_s):
                 self._channel.set_silence_limit(silence_limit_s)
                 self.stall_timeout_s = stall_timeout_s
-                beats = threading.Thread(
-                    target=self._send_heartbeats, args=(interval_s,), name="spark_elastic-beat", daemon=True
-                )
-                beats.start()
+                beat = threading.Thread(target=self._beat, args=(interval_s,), name="spark_elastic-beat", daemon=True)
+                beat.start()
             case wire.Cut(round, why):
-                self._cut(round, why)
+                with self._changed:
+                    self._cut_round, self._cut_why = max(self._cut_round, round), why
+                    callback = self._cut_callback
+                    self._changed.notify_all()
+                if callback is not None:
+                    callback(round, why)
             case wire.Goodbye(why):
                 self._on_closed(why)
             case wire.RunAgain(run):
-                self._run_again(run)
+                self.on_run_again(run)
             case _:
                 with self._changed:
                     self._store(message)
@@ -354,29 +311,20 @@ class WorkerLink:
             case wire.WorldAssigned(world, addresses):
                 self._assignment = Assignment(world, self.worker, addresses, self._updates_seen)
                 self._replies.clear()
-                self._gathered.clear()
-            case wire.Provisional(rank, size, loop):
-                self._provisional = ProvisionalPosition(rank, size, loop)
+            case wire.Provisional():
+                self._provisional = message
             case wire.LoopResult(loop):
                 self._loop_results[loop] = message
             case wire.HostsUpdated(sequence):
                 self._updates_seen = max(self._updates_seen, sequence)
             case wire.EpochDecision(epoch, stop):
-                self._decisions[epoch] = stop
+                self._replies[epoch] = stop
             case wire.KvValue(key, value):
                 self._replies[key] = value
             case wire.KvGathered(round, name, values):
-                self._gathered[round, name] = values
+                self._replies[round, name] = values
 
-    def _cut(self, round: int, why: str) -> None:
-        with self._changed:
-            self._cut_round, self._cut_why = max(self._cut_round, round), why
-            callback = self._cut_callback
-            self._changed.notify_all()
-        if callback is not None:
-            callback(round, why)
-
-    def _send_heartbeats(self, interval_s: float) -> None:
+    def _beat(self, interval_s: float) -> None:
         while True:
             try:
                 since = self._blocked_since

@@ -29,7 +29,7 @@ STEPS = 30
 
 def alone(check_alive=lambda: None, report_stall=lambda begins: None):
     owner = SimpleNamespace(rank=0, size=1, check_alive=check_alive, report_stall=report_stall)
-    made = NcclReductions(owner, dist.HashStore, 0.05)
+    made = NcclReductions(owner, dist.HashStore)
     made.connect(torch.device("cuda", 0))
     return made
 
@@ -108,8 +108,8 @@ def train(dies_at):
     return {
         "device": str(device),
         "size": hvd.size(),
-        "nccl": group is not None and group.ways.nccl.used,
-        "why": "" if group is None else group.ways.nccl.reason,
+        "nccl": group is not None and group.nccl.used,
+        "why": "" if group is None else group.nccl.reason,
         "applied": applied,
         "model": [round(float(p.double().sum()), 5) for p in model.parameters()],
     }

@@ -71,8 +71,8 @@ BUGS = (
     Bug(
         "a late job waits for ever",
         "decisions",
-        "self._until, expired=over)",
-        "self._until, expired=over and wait.kind is not WaitKind.REPLACEMENTS)",
+        "None if now >= self._until else wait,",
+        "None if now >= self._until and wait.kind is not WaitKind.REPLACEMENTS else wait,",
     ),
     Bug(
         "the survivors are not cut",
@@ -129,8 +129,8 @@ BUGS = (
     Bug(
         "a plain function is not run again",
         "worlds",
-        "            self.end_worker(worker, LossCause(LossKind.PLAIN_FUNCTION), now, stop=True)\n        elif",
-        "            pass\n        elif",
+        "            self.end_worker(worker, LossCause(kind), now)\n",
+        "            if worker.exited:\n                self.end_worker(worker, LossCause(kind), now)\n",
     ),
     Bug(
         "a member lost at the end is dropped", "worlds", "worker.state is TRAINING or worker.id in self._done", "False"
@@ -161,7 +161,7 @@ BUGS = (
         "decisions.unequal_steps(members, ())",
     ),
     Bug("an old result counts", "machine", "event.run != worker.run", "event.run > worker.run"),
-    Bug("a process that has ended is run again", "worlds", "elif worker.exited:", "elif False:"),
+    Bug("a process that has ended is run again", "worlds", "if worker.plain or worker.exited:", "if worker.plain:"),
     Bug(
         "a newcomer of an earlier loop is put into the world",
         "worlds",
@@ -200,14 +200,19 @@ BUGS = (
         "if event.begun",
     ),
     Bug("a bug in the function goes unnoticed", "machine", "seen.WorkerRaised: self._on_worker_raised,", ""),
-    Bug("a silent worker is kept", "machine", "self._evict(worker_id, cause, now)", "self._evict(-1, cause, now)"),
+    Bug(
+        "a silent worker is kept",
+        "machine",
+        "silent = self.registry.workers[worker]\n",
+        "if True:\n            return\n        silent = self.registry.workers[worker]\n",
+    ),
     Bug("one death counts twice", "slots", "if slot.excused or agent.retiring:", "if agent.retiring:"),
     Bug("a place is used before it cooled down", "slots", "        if due > now:\n", "        if due > now + 1e9:\n"),
     Bug(
         "a process that hangs at boot is kept",
         "slots",
-        'self._timers.set(("boot", worker.id), now',
-        'self._timers.set(("none", worker.id), now',
+        "self._context.boot_timer.start(worker.id, now)",
+        "pass",
     ),
     Bug(
         "a decommissioned executor is used",
@@ -232,7 +237,7 @@ BUGS = (
     Bug(
         "crashes of one world are counted one by one",
         "failures",
-        "self._worlds_with_deaths() < self.limit:\n            return False\n"
+        "self.worlds_with_deaths() < self.limit:\n            return False\n"
         "        return _worlds(member for member, _ in self.crashes(now)) >= self.limit",
         "len(self._deaths) < self.limit:\n            return False\n"
         "        return len(self.crashes(now)) >= self.limit",
@@ -251,11 +256,11 @@ BUGS = (
     ),
     Bug(
         "a slow clock is taken for silence",
-        "slots",
-        "Silence(settings.heartbeat_timeout_s, settings.heartbeat_interval_s)",
-        "Silence(1.15 * settings.heartbeat_interval_s, settings.heartbeat_interval_s)",
+        "machine",
+        "self._on_worker_silent, settings.heartbeat_timeout_s)",
+        "self._on_worker_silent, 1.15 * settings.heartbeat_interval_s)",
     ),
-    Bug("silence never ends", "deadlines", "item[1] + self._timeout_s <= now,", "item[1] + self._timeout_s <= 0,"),
+    Bug("silence never ends", "machine", "if now > silence.next() + interval_s:", "if now >= silence.next():"),
     Bug(
         "workers wait on although they are enough again",
         "worlds",

@@ -27,12 +27,12 @@ from spark_elastic.wire.framing import MAGIC, MAX_FRAME_BYTES, Connection, new_k
 
 PLACE = Place("127.0.0.1", "stranger", 0)
 EXAMPLES: tuple[wire.Message, ...] = (
-    wire.AgentHello(PLACE, 3, 42, {"eth0": ("10.0.0.1", "fd00::1")}, 4711, "", 2, ("0",), "3.11.7"),
+    wire.AgentHello(PLACE, 3, {"eth0": ("10.0.0.1", "fd00::1")}, 4711, ""),
     wire.AgentHeartbeat(1),
     wire.WorkerExited(1, -9, "Traceback\n", 1, "1 process was killed for memory"),
     wire.OutputLines(1, "stdout", ("a", "b")),
-    wire.ResultStored(1, 100, True, 1),
-    wire.WorkerHello(1, 77),
+    wire.ResultStored(1, True, 1),
+    wire.WorkerHello(1),
     wire.WorkerHeartbeat(StateVersion(1, 12, 0), 0.5, False, 1),
     wire.Ready(1, StateVersion(1, 12, 0), False, 1),
     wire.Raised("ValueError", "no", "Traceback\n", None),
@@ -147,7 +147,7 @@ _BODIES: tuple[Callable[[random.Random], bytes], ...] = (
     lambda rng: rng.randbytes(rng.randint(0, 300)),
     lambda rng: rng.randbytes(rng.randint(0, 30)) + b"\n" + rng.randbytes(rng.randint(0, 30)),
     lambda rng: json.dumps(rng.choice(_JUNK)).encode() + b"\n",
-    lambda rng: encode(dataclasses.replace(wire.WorkerHello(1, 1), worker=rng.choice((-1, 0, 10**6, 2**70)))),
+    lambda rng: encode(dataclasses.replace(wire.WorkerHello(1), worker=rng.choice((-1, 0, 10**6, 2**70)))),
     lambda rng: encode(rng.choice(EXAMPLES)),
     _altered_message,
     _wrong_field,
@@ -201,7 +201,7 @@ def _recorded(key: bytes) -> bytes:
     first = client.start()
     _, proof = client.receive(server.receive(first)[1])
     client.receive(server.receive(proof)[1])
-    return first + proof + client.send(encode(wire.WorkerHello(1, 77)))
+    return first + proof + client.send(encode(wire.WorkerHello(1)))
 
 
 def _unlike(rng: random.Random, frame: bytes) -> bytes:

@@ -162,7 +162,7 @@ class Agent:
     async def run(self) -> None:
         place = Place(self.address, str(self.host), self.slot)
         addresses = {"lo": ("127.0.0.1",), "eth0": (self.address,)}
-        hello = wire.AgentHello(place, 1, os.getpid(), addresses, PROBE_PORT + self.slot, "", 1, (), "3.11")
+        hello = wire.AgentHello(place, 1, addresses, PROBE_PORT + self.slot, "")
         self.channel = await connect(self.shared, self._agent_said)
         self.channel.send(hello)
 
@@ -178,7 +178,7 @@ class Agent:
     def _agent_said(self, message: wire.Message) -> None:
         assert self.channel is not None
         match message:
-            case wire.AgentWelcome(interval_s, _):
+            case wire.Welcome(interval_s):
                 self._every(interval_s, self._agent_beat)
             case wire.StartWorkerProcess(worker):
                 self.worker_id = worker
@@ -191,11 +191,11 @@ class Agent:
 
     async def _start_worker(self) -> None:
         self.worker = await connect(self.shared, self._worker_said)
-        self.worker.send(wire.WorkerHello(self.worker_id, os.getpid()))
+        self.worker.send(wire.WorkerHello(self.worker_id))
 
     def _worker_said(self, message: wire.Message) -> None:
         match message:
-            case wire.WorkerWelcome(interval_s):
+            case wire.Welcome(interval_s):
                 self._ready(None, at_init=True)
                 self._every(interval_s, self._worker_beat)
             case wire.Provisional():

@@ -36,7 +36,7 @@ def test_strangers_are_judged_and_a_real_peer_gets_in(caplog):
         assert not stranger.unanswered
         assert len(stranger.judged) > 8  # kinds of attacks
         _, inbox = served.client(HELLO)
-        inbox.wait_for("message", wire.AgentWelcome(1.0, 6.0))
+        inbox.wait_for("message", wire.Welcome(1.0, 6.0, 60.0))
     finally:
         served.close()
     assert [record for record in caplog.records if record.exc_info or record.name == "asyncio"] == []

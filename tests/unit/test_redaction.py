@@ -97,7 +97,7 @@ def test_errors_redact_their_message_and_keep_doing_so_when_they_travel() -> Non
 def test_store_that_cannot_be_opened_is_named_without_its_password() -> None:
     with pytest.raises(StoreError) as caught:
         Store.create("no-such-scheme://u:hunter2@host/x?sig=hunter3")
-    assert "hunter" not in f"{caught.value} {caught.value.url}"
+    assert "hunter" not in str(caught.value)
 
 
 def test_store_is_shown_without_credentials_and_opened_again_with_them() -> None:

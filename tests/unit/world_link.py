@@ -17,7 +17,8 @@ from spark_elastic.errors import HorovodInternalError
 from spark_elastic.membership.topology import StateVersion
 from spark_elastic.task.generated_code import keep_generated_code_in_memory
 from spark_elastic.wire import worker_link
-from spark_elastic.wire.worker_link import Assignment, ProvisionalPosition
+from spark_elastic.wire.messages import Provisional
+from spark_elastic.wire.worker_link import Assignment
 
 STALL_TIMEOUT_S = 7200.0
 
@@ -54,7 +55,7 @@ class WorldLink:
                         world, addresses = rest
                         self._assignments.append(Assignment(world, self.worker, addresses, self._updates))
                     elif kind == "provisional":
-                        self._assignments.append(ProvisionalPosition(*rest))
+                        self._assignments.append(Provisional(*rest, loop=1))
                     elif kind == "updated":
                         self._updates = rest[0]
                     elif kind == "cut":

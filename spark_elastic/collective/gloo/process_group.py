@@ -6,6 +6,7 @@ It is not the default group of `torch.distributed`, so users may have groups of 
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,10 +21,10 @@ from spark_elastic.collective.gloo.rendezvous import CONNECT_TIMEOUT_S, AddressE
 from spark_elastic.collective.gloo.shutdown import (
     GRACE_S,
     GroupSockets,
-    InFlight,
     free_ended_groups,
     graveyard,
     has_ended,
+    is_stuck,
     keep_for_ever,
     leave_behind,
     open_sockets,
@@ -36,38 +37,18 @@ COLLECTIVE_TIMEOUT_S = 1800.0
 _LONGEST_TIMEOUT_S = 20 * 24 * 3600.0
 """Gloo waits with `poll`, whose timeout in milliseconds has 32 bits."""
 
+_PRUNE_AT = 64
 _STALL = timedelta(seconds=STALL_S)
 _SLICE = timedelta(seconds=0.1)
 
-_CONNECTION_WORDS = (
-    "connection",
-    "timed out",
-    "timeout",
-    "socket",
-    "broken pipe",
-    "reset by peer",
-    "closed",
-    "connect",
-    "network",
-    "pair.cc",
-    "unbound_buffer",
+_CONNECTION_ERROR = re.compile(
+    r"connect|timed out|timeout|socket|broken pipe|reset by peer|closed|network|pair\.cc|unbound_buffer", re.IGNORECASE
 )
-
-
-def is_connection_error(error: BaseException) -> bool:
-    """Return True if Gloo's error means that a peer is gone, False if the call was wrong.
-
-    Gloo raises a plain RuntimeError for both; "enforce fail" is its assertion about arguments.
-    """
-    text = str(error).lower()
-    return "enforce fail" not in text and any(word in text for word in _CONNECTION_WORDS)
+"""Gloo's error if a peer is gone. It raises a plain RuntimeError, too, if the call was wrong: "enforce fail"."""
 
 
 class GlooCollectives:
-    """The collectives over Gloo. One thread uses it; `cut`, which ends them, may be called from any thread.
-
-    `owner` is the group, which reports the end of its round.
-    """
+    """The collectives over Gloo of the group `owner`. One thread uses it; `cut`, which ends them, any may call."""
 
     def __init__(self, owner: GroupContext) -> None:
         self._owner = owner
@@ -76,7 +57,8 @@ class GlooCollectives:
         self._lock = threading.Lock()
         self._abandoned = False
         self._cut_at = float("inf")
-        self._in_flight = InFlight()
+        self._works: list[dist.Work] = []
+        """The launched collectives that were not yet seen to end."""
         self._failure: BaseException | None = None
         self.sockets: GroupSockets | None = None
         self.pg: ProcessGroupGloo | None = None
@@ -92,15 +74,11 @@ class GlooCollectives:
     ) -> None:
         """Connect all members to one another; all of them call this.
 
-        Args:
-            store: the rendezvous.
-            addresses: those that the members bind to, by rank.
-            stall_timeout_s: the driver ends a round in which a collective takes longer.
-            meanwhile: a function to call with one that returns True once it must return.
+        The members bind to `addresses`, by rank. The driver ends a round in which a collective takes longer than
+        `stall_timeout_s`. `meanwhile` is called with a function that returns True once it must return.
 
         Raises:
             HorovodInternalError: they did not connect within `CONNECT_TIMEOUT_S`, or the driver has ended the round.
-            Exception: of `meanwhile`.
         """
         # Gloo cannot be interrupted while it connects, and it waits for a peer that dies then until the timeout. So
         # another thread connects, and a cut leaves that thread behind: it ends by itself and frees what it has made.
@@ -115,7 +93,9 @@ class GlooCollectives:
         with self._lock:
             self._abandoned = self._owner.why is not None or self._failure is not None
         if self._abandoned:
-            give_up_device(addresses[self._owner.rank])
+            # another device from now on: members of a world may be connected to this one, or connect
+            if addresses[self._owner.rank] in _devices:
+                graveyard.bury(_devices.pop(addresses[self._owner.rank]))
             failure, self._failure = self._failure, None
             why = self._owner.why or failure
             raise HorovodInternalError(
@@ -131,7 +111,7 @@ class GlooCollectives:
         try:
             before = frozenset(open_sockets().values())
             pg = ProcessGroupGloo(store, self._owner.rank, len(addresses), _options(addresses[self._owner.rank]))
-            sockets = GroupSockets(before, set(addresses), store.addresses)
+            sockets = GroupSockets(before, set(addresses), [announced for _, _, announced in store.table])
             timeout_s = max(COLLECTIVE_TIMEOUT_S, 2 * stall_timeout_s)  # so that the driver acts first
             pg._set_default_timeout(timedelta(seconds=min(timeout_s, _LONGEST_TIMEOUT_S)))
         except BaseException as error:  # raised in the thread that waits
@@ -161,9 +141,8 @@ class GlooCollectives:
             sockets, self.sockets = self.sockets, None
         if sockets is not None:
             sockets.shutdown()
-        stuck = self._in_flight.stuck()
-        self._in_flight = InFlight()
-        if stuck:
+        works, self._works = self._works, []
+        if stuck := [work for work in works if is_stuck(work)]:
             leave_behind(pg, stuck)
         elif pg is not None:
             graveyard.bury(pg)
@@ -177,9 +156,6 @@ class GlooCollectives:
             self.sockets.close_in_child()
 
     # --- collectives ------------------------------------------------------------------------------
-
-    def reduces(self, tensor: torch.Tensor, op: Any) -> bool:
-        return True
 
     def allreduce(self, tensor: torch.Tensor, op: Any, fill: Fill | None = None) -> dist.Work:
         if fill is not None:
@@ -200,27 +176,27 @@ class GlooCollectives:
             work: dist.Work = getattr(self.pg, name)(*args)
         except Exception as error:
             raise self._translate(error) from error
-        self._in_flight.add(work)
+        if len(self._works) >= _PRUNE_AT:
+            self._works = [known for known in self._works if not known.is_completed()]
+        self._works.append(work)
         return work
 
     def wait(self, work: dist.Work) -> None:
         """Block until a launched collective is done. Raise HorovodInternalError if a peer or the round is gone."""
         try:
             if not has_ended(work, _STALL):
-                self._wait_on(work)
+                self._owner.report_stall(True)
+                try:
+                    while not has_ended(work, _SLICE):
+                        if clock.monotonic() - self._cut_at > GRACE_S:  # see `shutdown`
+                            self._owner.check_alive()
+                finally:
+                    self._owner.report_stall(False)
         except Exception as error:
             raise self._translate(error) from error
         finally:
-            self._in_flight.discard(work)
-
-    def _wait_on(self, work: dist.Work) -> None:
-        self._owner.report_stall(True)
-        try:
-            while not has_ended(work, _SLICE):
-                if clock.monotonic() - self._cut_at > GRACE_S:  # see `shutdown`
-                    self._owner.check_alive()
-        finally:
-            self._owner.report_stall(False)
+            if work in self._works and work.is_completed():
+                self._works.remove(work)
 
     def _translate(self, error: Exception) -> Exception:
         """Return the exception to raise for an error of a collective."""
@@ -230,7 +206,8 @@ class GlooCollectives:
             self._owner.check_alive()
         except HorovodInternalError as over:
             return over
-        if isinstance(error, RuntimeError) and is_connection_error(error):
+        text = str(error)
+        if isinstance(error, RuntimeError) and _CONNECTION_ERROR.search(text) and "enforce fail" not in text.lower():
             return HorovodInternalError(f"a collective failed: {error}")
         return error
 
@@ -248,13 +225,6 @@ def _options(address: str) -> Any:
     options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
     options._threads = 2
     return options
-
-
-def give_up_device(address: str) -> None:
-    """Use another device at that address from now on: members of a world may be connected to this one, or connect."""
-    device = _devices.pop(address, None)
-    if device is not None:
-        graveyard.bury(device)
 
 
 def _keep_devices_in_child() -> None:

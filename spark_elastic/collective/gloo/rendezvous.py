@@ -23,9 +23,7 @@ class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
 
     def __init__(self, link: WorkerLink, round: int, prefix: str) -> None:
         super().__init__()
-        self._link = link
-        self._round = round
-        self._prefix = prefix
+        self._link, self._round, self._prefix = link, round, prefix
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: Any) -> None:
@@ -43,9 +41,6 @@ class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
-
-    def has_extended_api(self) -> bool:
-        return False
 
 
 def compact(address: bytes) -> str:
@@ -68,12 +63,8 @@ def restore(text: str) -> bytes:
 class AddressExchange(dist.Store):  # type: ignore[misc, name-defined]
     """The store through which the members of one group exchange their addresses.
 
-    Each member sends its own to the driver, which answers all of them with one table once it has all addresses.
-
-    Args:
-        link, round, name, rank, size: identify the group, and this member in it.
-        kind: the kind of device that this member's tensors may be on, "cpu" or "gpu".
-        note: a text for the other members.
+    Each member sends its own to the driver, which answers all of them with one table once it has all addresses. `kind`
+    is that of the device that its tensors may be on, "cpu" or "gpu"; `note` is a text for the other members.
     """
 
     def __init__(self, link: WorkerLink, round: int, name: str, rank: int, size: int, kind: str, note: str) -> None:
@@ -82,11 +73,8 @@ class AddressExchange(dist.Store):  # type: ignore[misc, name-defined]
         self._round, self._name, self._rank, self._size = round, name, rank, size
         self._kind, self._note = kind, note
         self._own = ""
-        self.kinds: list[str] = []
-        self.notes: list[str] = []
-        """The members' kinds and notes, by rank."""
-        self.addresses: list[bytes] = []
-        """The members' addresses, by rank; empty before they were exchanged."""
+        self.table: list[tuple[str, str, bytes]] = []
+        """Each member's kind, note and address, by rank; empty before they were exchanged."""
         self.error: BaseException | None = None
         """The link's error. Gloo converts exceptions of the store and loses their type, so it is kept here."""
 
@@ -95,22 +83,17 @@ class AddressExchange(dist.Store):  # type: ignore[misc, name-defined]
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self.addresses[int(key.removeprefix("0/"))]
+        return self.table[int(key.removeprefix("0/"))][2]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        if self.addresses:
+        if self.table:
             return
         try:
             found = self._link.gather(self._round, self._name, self._rank, self._size, self._own, CONNECT_TIMEOUT_S)
         except BaseException as error:
             self.error = error
             raise
-        table = [json.loads(each) for each in found]
-        self.kinds, self.notes = [kind for kind, _, _ in table], [note for _, note, _ in table]
-        self.addresses = [restore(address) for _, _, address in table]
+        self.table = [(kind, note, restore(address)) for kind, note, address in map(json.loads, found)]
 
     def check(self, keys: list[str]) -> bool:
-        return bool(self.addresses)
-
-    def has_extended_api(self) -> bool:
-        return False
+        return bool(self.table)

@@ -28,6 +28,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -43,7 +44,6 @@ _SETTLE_S = 0.1
 """The time after the shutdown of its connections until a group is destroyed."""
 _TRIM_EVERY = 50
 """Groups after which memory is given back, which takes some milliseconds on a thread of its own."""
-_PRUNE_AT = 64
 _DESCRIPTORS = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
 _MOST_DESCRIPTORS = 4096
 """Descriptors to look at where the system lists none."""
@@ -97,10 +97,8 @@ class GroupSockets:
         """End every connection: blocked collectives fail. May be called from any thread, repeatedly."""
         with self._lock:
             for duplicate in self._duplicates:
-                try:
+                with suppress(OSError):  # the peer was faster
                     duplicate.shutdown(socket.SHUT_RDWR)
-                except OSError:  # the peer was faster
-                    pass
 
     def close(self) -> None:
         """Close the duplicates; Gloo closes the connections themselves."""
@@ -115,10 +113,8 @@ class GroupSockets:
             os.close(duplicate.detach())
         self._duplicates.clear()
         for descriptor in self.descriptors:
-            try:
+            with suppress(OSError):
                 os.close(descriptor)
-            except OSError:
-                pass
 
 
 def _connection(descriptor: int) -> socket.socket | None:
@@ -165,32 +161,12 @@ def has_ended(work: dist.Work, within: timedelta) -> bool:
     return True
 
 
-class InFlight:
-    """The launched collectives of one group that were not yet seen to end."""
-
-    def __init__(self) -> None:
-        self._works: list[dist.Work] = []
-
-    def add(self, work: dist.Work) -> None:
-        if len(self._works) >= _PRUNE_AT:
-            self._works = [known for known in self._works if not known.is_completed()]
-        self._works.append(work)
-
-    def discard(self, work: dist.Work) -> None:
-        """Remove the collective if it has ended."""
-        if work in self._works and work.is_completed():
-            self._works.remove(work)
-
-    def stuck(self) -> list[dist.Work]:
-        """Return the collectives that do not end although the group's connections were shut down."""
-        return [work for work in self._works if not _has_ended_or_failed(work)]
-
-
-def _has_ended_or_failed(work: dist.Work) -> bool:
+def is_stuck(work: dist.Work) -> bool:
+    """Return True if a collective does not end although the connections of its group were shut down."""
     try:
-        return has_ended(work, timedelta(seconds=GRACE_S))
+        return not has_ended(work, timedelta(seconds=GRACE_S))
     except Exception:
-        return True
+        return False
 
 
 _left_behind: list[tuple[Any, list[dist.Work]]] = []
@@ -211,10 +187,7 @@ def free_ended_groups() -> None:
 
 
 class Graveyard:
-    """Process groups that are over, whose connections were shut down, and that are to be destroyed in a moment.
-
-    A thread destroys them. It ends when there is nothing more to do.
-    """
+    """Process groups that are over, whose connections were shut down, and that a thread destroys in a moment."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -255,8 +228,8 @@ class Graveyard:
                 time.sleep(left)
                 continue
             with self._lock:
-                gone = self._groups.popleft() if self._groups else None
-            del gone
+                ended = self._groups.popleft() if self._groups else None
+            del ended
             self._destroyed += 1
             if self._destroyed >= _TRIM_EVERY:
                 self._destroyed = 0

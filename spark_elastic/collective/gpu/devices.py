@@ -64,11 +64,6 @@ def device_setting() -> str:
     return os.environ.get(DEVICE_SETTING, "auto")
 
 
-def may_use_gpu(setting: str, seen: DeviceInfo) -> bool:
-    """Return True if tensors of this process may be on a GPU."""
-    return setting != "cpu" and seen.gpus > 0
-
-
 def choose_device(asked: str | None, seen: DeviceInfo, local_rank: int) -> Choice:
     """Choose the device that a worker computes on.
 

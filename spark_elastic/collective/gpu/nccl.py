@@ -24,11 +24,7 @@ import torch
 import torch.distributed as dist
 
 from spark_elastic import clock
-from spark_elastic.collective.gpu.devices import (
-    OLDEST_TORCH_FOR_NCCL,
-    MemberDevice,
-    choose_backend,
-)
+from spark_elastic.collective.gpu.devices import OLDEST_TORCH_FOR_NCCL, MemberDevice, choose_backend
 from spark_elastic.collective.reduce import GLOO, GPU_SPIN_S, STALL_S, Fill, GroupContext, reduction_setting
 from spark_elastic.errors import HorovodInternalError
 
@@ -40,12 +36,8 @@ _BACKEND_TIMEOUT = timedelta(days=20)
 """Above any sensible `stall_timeout`: the driver acts first."""
 _PAUSE_S = 2e-4
 _MESSAGE_BYTES = 1024
-_NCCL_TYPES = frozenset(
-    {
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        *(torch.uint8, torch.int8, torch.int32, torch.int64),
-    }
-)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NCCL_TYPES = frozenset((*_FLOATS, torch.uint8, torch.int8, torch.int32, torch.int64))
 MOST_FAILURES = 3
 _failures: list[str] = []
 """NCCL's failures in this process since it last succeeded. A peer that is gone is one failure, and the next world
@@ -98,23 +90,12 @@ class NcclWork(NamedTuple):
 
 
 class NcclReductions:
-    """Reductions by NCCL in one group and round, if all members can use it. One thread uses it; any may call `cut`.
+    """Reductions by NCCL in one group and round, if all members can use it. One thread uses it; any may call `cut`."""
 
-    `connect_store` makes a store for the communicator's rendezvous, in the driver's key-value store. A wait that takes
-    longer than `stall_s` is reported. `runtime` has the calls of CUDA and NCCL.
-    """
-
-    def __init__(
-        self,
-        owner: GroupContext,
-        connect_store: Callable[[], Any],
-        stall_s: float = STALL_S,
-        runtime: CudaRuntime | None = None,
-    ) -> None:
+    def __init__(self, owner: GroupContext, connect_store: Callable[[], Any]) -> None:
         self._owner = owner
         self._connect_store = connect_store
-        self._stall_s = stall_s
-        self._runtime = runtime or CudaRuntime()
+        self._runtime = CudaRuntime()
         self._device: Any = None
         """The device of the communicator; None before the members have decided."""
         self.used = False
@@ -132,19 +113,16 @@ class NcclReductions:
     # --- deciding and connecting ------------------------------------------------------------------
 
     def reduces(self, tensor: torch.Tensor, op: Any = None) -> bool:
-        """Return True if NCCL reduces this tensor. The first call decides that, together with all members.
-
-        Raises:
-            HorovodInternalError: a peer is gone.
-        """
+        """Return True if NCCL reduces this tensor; the first call decides that, together with all members."""
         if self._device is None:
             self._decide(tensor.device)
             self._device = tensor.device
         return self.used and tensor.dtype in _NCCL_TYPES and tensor.is_contiguous()
 
     def _decide(self, device: torch.device) -> None:
-        mine = json.dumps(member_device(device)._asdict()).encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)
-        members = [_parse(message) for message in self._owner.exchange(mine)]
+        mine = json.dumps(member_device(device)).encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)
+        answers = map(json.loads, self._owner.exchange(mine))
+        members = [MemberDevice(uuid, (version[0], version[1]), why) for uuid, version, why in answers]
         backend, self.reason = choose_backend(members, reduction_setting())
         if backend == "nccl":
             failure = ""
@@ -163,12 +141,7 @@ class NcclReductions:
             log.warning("gradients on GPUs are added up through the hosts' memory, not by NCCL: %s", self.reason)
 
     def connect(self, device: torch.device) -> None:
-        """Make the communicator; all members call this together.
-
-        Raises:
-            HorovodInternalError: the driver has ended the round in the meantime.
-            RuntimeError: NCCL failed, or did not connect within `CONNECT_TIMEOUT_S`.
-        """
+        """Make the communicator; all members call this together. Raise RuntimeError if NCCL fails or is too slow."""
         self._device = device
         # torch's watchdog asks the store as long as the process group lives. If only C++ still refers to it, the
         # methods of its Python class are gone, and torch warns of a pure virtual function.
@@ -215,15 +188,11 @@ class NcclReductions:
             raise self._failed(error) from error
 
     def wait(self, work: NcclWork) -> None:
-        """Wait until the tensor holds the sum for later work on this thread's current stream.
-
-        Raises:
-            HorovodInternalError: a peer is gone, or the driver has ended the round. The tensor then holds garbage.
-        """
+        """Wait until the tensor holds the sum for later work on this stream; it holds garbage if an error is raised."""
         try:
             work.work.wait()  # the stream waits, this thread does not
             done = self._runtime.mark(self._device)
-            if not self._ended(work.work, done, self._stall_s):
+            if not self._ended(work.work, done, STALL_S):
                 self._owner.report_stall(True)
                 try:
                     while not self._ended(work.work, done, 0.1):
@@ -301,8 +270,3 @@ def _abort(pg: Any) -> None:
         pg.abort()
     except Exception as error:
         log.warning("could not abort a NCCL communicator: %s", error)
-
-
-def _parse(message: bytes) -> MemberDevice:
-    fields = json.loads(message)
-    return MemberDevice(str(fields["uuid"]), (int(fields["nccl"][0]), int(fields["nccl"][1])), str(fields["why"]))

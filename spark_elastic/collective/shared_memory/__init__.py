@@ -1,5 +1,4 @@
 """Reductions among the processes of one host, through memory that they share.
 
-Start with `reducer`; `segments` has the memory, its order and the counters, `peers` finds the other members,
-`combining` has the arithmetic.
+Start with `reducer`; `segments` has the memory, its order and the counters, and `peers` finds the other members.
 """

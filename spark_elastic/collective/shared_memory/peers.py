@@ -17,7 +17,6 @@ import struct
 import sys
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from spark_elastic import clock
 from spark_elastic.collective.reduce import AUTO, GLOO, REDUCTION_SETTING, SHARED, GroupContext, reduction_setting
@@ -27,15 +26,8 @@ from spark_elastic.errors import UsageError
 log = logging.getLogger("spark_elastic.collective")
 
 
-class _Announcement(NamedTuple):
-    """How the members on a host find a member's segment. `pid` is 0 if the member has none."""
-
-    pid: int
-    descriptor: int
-    nonce: bytes
-
-
 _ANNOUNCEMENT = struct.Struct("<QQ32s")
+"""How the others find a member's segment: its process id, or 0 if it has none, its descriptor, and its nonce."""
 _warned = False
 _LOOK_AGAIN_S = 0.02
 _LOSS_IS_KNOWN_S = 5.0
@@ -48,20 +40,24 @@ def find_peers(group: GroupContext, key: bytes) -> tuple[OwnSegment, list[Peer]]
     All members of the group, which alone know the `key`, call this together; all of them get segments or all get None.
 
     Raises:
-        HorovodInternalError: a peer is gone.
-        InvalidSettingsError: the setting for the way of reduction is not valid.
         UsageError: the setting demands shared memory, which is impossible here.
     """
+    global _warned
     setting = reduction_setting()
     own, why = _make_segment(setting)
     peers: list[Peer] | None = None
     usable = False
     try:
-        announced = group.exchange(_announce(own, key), serve=True)
+        mine = bytes(_ANNOUNCEMENT.size)
+        if own is not None:
+            nonce = os.urandom(32)
+            own.identify(_identity(key, nonce))
+            mine = _ANNOUNCEMENT.pack(os.getpid(), own.descriptor, nonce)
+        announced = group.exchange(mine, serve=True)
         if own is not None:
             own.reset(group.round)
             try:
-                peers = _open_peers(key, group.rank, [_Announcement(*_ANNOUNCEMENT.unpack(each)) for each in announced])
+                peers = _open_peers(key, group.rank, [_ANNOUNCEMENT.unpack(each) for each in announced])
             except (OSError, ValueError) as error:
                 why = f"another worker's memory cannot be opened: {error}"
         usable = all(any(answer) for answer in group.exchange(bytes([peers is not None]), serve=True))
@@ -75,19 +71,20 @@ def find_peers(group: GroupContext, key: bytes) -> tuple[OwnSegment, list[Peer]]
                 own.leave()
     why = why or "another worker cannot"
     if setting == SHARED:
-        _check_alive_for(_LOSS_IS_KNOWN_S, group)  # nor can the memory of a worker be opened that has just died
+        until = clock.monotonic() + _LOSS_IS_KNOWN_S
+        while clock.monotonic() < until:
+            group.check_alive()  # nor can the memory of a worker be opened that has just died
+            time.sleep(_LOOK_AGAIN_S)
         raise UsageError(f"{REDUCTION_SETTING}=shared, but workers cannot share memory: {why}")
-    if setting == AUTO:
-        _warn(why)
+    if setting == AUTO and not _warned:
+        _warned = True
+        log.warning(
+            "workers on this host add up gradients through its network interface, not through memory: %s; run them as "
+            "one user that sees their processes (one container, or a shared process id namespace), or set %s=gloo",
+            why,
+            REDUCTION_SETTING,
+        )
     return None
-
-
-def _check_alive_for(seconds: float, group: GroupContext) -> None:
-    """Wait, and raise HorovodInternalError if the group is closed or its round ends meanwhile."""
-    until = clock.monotonic() + seconds
-    while (left := until - clock.monotonic()) > 0:
-        group.check_alive()
-        time.sleep(min(left, _LOOK_AGAIN_S))
 
 
 def _make_segment(setting: str) -> tuple[OwnSegment | None, str]:
@@ -102,42 +99,21 @@ def _make_segment(setting: str) -> tuple[OwnSegment | None, str]:
         return None, f"no memory to share could be made: {error}"
 
 
-def _announce(segment: OwnSegment | None, key: bytes) -> bytes:
-    """Write this member's identity into its segment, and return how the others find that."""
-    if segment is None:
-        return bytes(_ANNOUNCEMENT.size)
-    nonce = os.urandom(32)
-    segment.identify(_identity(key, nonce))
-    return _ANNOUNCEMENT.pack(os.getpid(), segment.descriptor, nonce)
-
-
 def _identity(key: bytes, nonce: bytes) -> bytes:
     return hmac.digest(key, nonce, hashlib.sha256)
 
 
-def _open_peers(key: bytes, rank: int, announced: Sequence[_Announcement]) -> list[Peer]:
+def _open_peers(key: bytes, rank: int, announced: Sequence[tuple[int, int, bytes]]) -> list[Peer]:
     """Open the segments of the other members, as they have announced them, by rank; see `Peer`."""
     peers: list[Peer] = []
     try:
-        for number, other in enumerate(announced):
-            if not other.pid:
+        for number, (pid, descriptor, nonce) in enumerate(announced):
+            if not pid:
                 raise ValueError(f"rank {number} has none")
             if number != rank:
-                peers.append(Peer(number, other.pid, other.descriptor, _identity(key, other.nonce)))
+                peers.append(Peer(number, pid, descriptor, _identity(key, nonce)))
     except BaseException:
         for peer in peers:
             peer.close()
         raise
     return peers
-
-
-def _warn(why: str) -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        log.warning(
-            "workers on this host add up gradients through its network interface, not through memory: %s; run them as "
-            "one user that sees their processes (one container, or a shared process id namespace), or set %s=gloo",
-            why,
-            REDUCTION_SETTING,
-        )

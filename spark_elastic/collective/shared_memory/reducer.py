@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,14 +24,6 @@ from spark_elastic.collective.reduce import (
     STALL_S,
     Fill,
     GroupContext,
-)
-from spark_elastic.collective.shared_memory.combining import (
-    DTYPES,
-    OPERATORS,
-    combinable,
-    combine_function,
-    combine_into,
-    operator_name,
 )
 from spark_elastic.collective.shared_memory.segments import (
     ARRIVED,
@@ -49,6 +42,38 @@ from spark_elastic.collective.shared_memory.segments import (
 )
 from spark_elastic.errors import HorovodInternalError, UsageError
 
+# --- combining, in the order of the ranks ---------------------------------------------------------------
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
+"""The types that are combined here; Gloo reduces others."""
+OPERATORS: dict[str, tuple[int, Callable[..., torch.Tensor]]] = {
+    "SUM": (0, torch.add),
+    "PRODUCT": (1, torch.mul),
+    "MIN": (2, torch.minimum),
+    "MAX": (3, torch.maximum),
+}
+"""The operators by Gloo's names: their numbers in `chunk_code`, and their functions."""
+
+
+def operator_name(op: Any) -> str:
+    """Return the name of Gloo's operator, without the name of its class."""
+    return str(op).rsplit(".", 1)[-1]
+
+
+def combine_into(parts: Sequence[torch.Tensor], out: torch.Tensor, op: Any) -> None:
+    """Combine parts into `out`, which may be one of the first two; types of 16 bits are rounded once, at the end."""
+    combine = OPERATORS[operator_name(op)][1]
+    if len(parts) > 2 and out.dtype in (torch.float16, torch.bfloat16):
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = combine(total, part)
+        out.copy_(total)
+        return
+    combine(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        combine(out, part, out=out)
+
+
 # --- chunks and their codes in the table ----------------------------------------------------------------
 
 _BROADCAST = 0xFF
@@ -62,10 +87,8 @@ class Chunk:
     number: int
     out: torch.Tensor
     """The destination of the result."""
-    sent: torch.Tensor
-    """This member's contribution, in its segment."""
-    in_place: bool
-    """`out` holds the contribution too, until it is overwritten by the result."""
+    mine: torch.Tensor
+    """This member's contribution."""
     code: int
     """See `chunk_code`."""
     op: Any
@@ -78,7 +101,7 @@ def chunk_code(tensor: torch.Tensor, op: Any) -> int:
     """Encode size, type and operator (None: a broadcast) in one number; equal on all members if their calls match."""
     nbytes = tensor.numel() * tensor.element_size()
     number = _BROADCAST if op is None else OPERATORS[operator_name(op)][0]
-    return nbytes << 16 | DTYPES[tensor.dtype] << 8 | number
+    return nbytes << 16 | DTYPES.index(tensor.dtype) << 8 | number
 
 
 def _chunk_bytes(code: int) -> int:
@@ -86,77 +109,12 @@ def _chunk_bytes(code: int) -> int:
 
 
 def _described(code: int) -> str:
-    dtype = next((str(dtype) for dtype, number in DTYPES.items() if number == code >> 8 & 0xFF), "?")
-    return f"{_chunk_bytes(code)} bytes of {dtype}"
-
-
-# --- waiting for a peer -----------------------------------------------------------------------------
-
-_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.5e-3, 20e-3
-
-
-class SpinWait:
-    """Waits for a counter of a peer to reach a value: spins for a moment, then sleeps until the peer wakes it."""
-
-    def __init__(self, owner: GroupContext) -> None:
-        self._owner = owner
-        self._asleep_on = 0
-
-    def until(self, peer: Peer, counter: int, target: int) -> None:
-        """Block until a counter of the peer's segment is at least `target`; `counter` is its index.
-
-        What the peer wrote before that count can be read afterwards.
-
-        Raises:
-            HorovodInternalError: the peer has left or died, or this round's collectives were ended.
-        """
-        self._until(peer, counter, target)
-        fence()
-
-    def _until(self, peer: Peer, counter: int, target: int) -> None:
-        counters = peer.counters
-        if counters[counter] >= target:
-            return
-        give_up = clock.monotonic() + SPIN_S
-        while clock.monotonic() < give_up:
-            for _ in range(4):
-                if counters[counter] >= target:
-                    return
-            os.sched_yield()
-        self._sleep_until(peer, counter, target)
-
-    def _sleep_until(self, peer: Peer, counter: int, target: int) -> None:
-        counters = peer.counters
-        address = peer.counter_address(counter)
-        nap, stall_at, stalled = _SHORTEST_NAP_S, clock.monotonic() + STALL_S, False
-        try:
-            while (value := counters[counter]) < target:
-                self._asleep_on = address
-                self._owner.check_alive()
-                if counters[LEFT]:
-                    fence()  # it counted its last chunks before it left
-                    if counters[counter] < target:
-                        raise HorovodInternalError(f"a collective failed: rank {peer.rank} has left the round")
-                futex_wait(address, value, nap)
-                if nap > _SHORTEST_NAP_S and peer.is_dead() and counters[counter] < target:
-                    raise HorovodInternalError(f"a collective failed: the process of rank {peer.rank} is gone")
-                nap = min(2 * nap, _LONGEST_NAP_S)
-                if not stalled and clock.monotonic() >= stall_at:
-                    stalled = True
-                    self._owner.report_stall(True)
-        finally:
-            self._asleep_on = 0
-            if stalled:
-                self._owner.report_stall(False)
-
-    def interrupt(self) -> None:
-        """Wake a sleeping wait so that it checks the round again; from any thread."""
-        if self._asleep_on:
-            futex_wake(self._asleep_on)
+    return f"{_chunk_bytes(code)} bytes of {DTYPES[code >> 8 & 0xFF]}"
 
 
 # --- reducing ---------------------------------------------------------------------------------------
 
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.5e-3, 20e-3
 _MOST_VIEWS = 1024
 
 
@@ -171,10 +129,7 @@ class SharedWork(NamedTuple):
 
 
 class SharedMemoryReducer:
-    """Reductions and broadcasts among the members of a group, which are all on one host.
-
-    One thread uses it; `cut` may be called from another.
-    """
+    """Reductions and broadcasts in a group on one host. One thread uses it; `cut` may be called from another."""
 
     def __init__(self, own: OwnSegment, peers: list[Peer], owner: GroupContext) -> None:
         self._owner = owner
@@ -182,7 +137,8 @@ class SharedMemoryReducer:
         self._rank = owner.rank
         self._peers = peers
         self._base = first_count(owner.round)
-        self._spin_wait = SpinWait(owner)
+        self._asleep_on = 0
+        """The address of the counter that a wait sleeps on; 0: none sleeps."""
         self._closed = False
         self._launched = 0
         self._consumed = 0
@@ -193,18 +149,16 @@ class SharedMemoryReducer:
         self._views: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def reduces(self, tensor: torch.Tensor, op: Any) -> bool:
-        return combinable(tensor, op)
+        return tensor.dtype in DTYPES and operator_name(op) in OPERATORS
 
     def allreduce(self, tensor: torch.Tensor, op: Any, fill: Fill | None = None) -> SharedWork:
-        """Send a contiguous tensor, or the values that `fill` writes; after `wait` the tensor holds the result.
-
-        Blocks while there is no free slot.
-        """
+        """Send a contiguous tensor, or what `fill` writes; after `wait` the tensor holds the result. May block."""
         return self._launch(tensor, op, 0, fill)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> SharedWork:
         """Send the bytes of the root's tensor, shape (bytes,), to all members; see `allreduce`."""
-        return self._launch(tensor, None, root, None if root == self._rank else _nothing)
+        # a member that receives contributes nothing
+        return self._launch(tensor, None, root, None if root == self._rank else lambda out, start: None)
 
     def _launch(self, tensor: torch.Tensor, op: Any, root: int, fill: Fill | None) -> SharedWork:
         flat = tensor.view(-1)
@@ -227,7 +181,8 @@ class SharedMemoryReducer:
 
     def cut(self) -> None:
         """Wake a sleeping wait so that it checks the round again; from any thread."""
-        self._spin_wait.interrupt()
+        if address := self._asleep_on:
+            futex_wake(address)
 
     def close(self) -> None:
         self._own.leave()
@@ -262,7 +217,9 @@ class SharedMemoryReducer:
         counters[at] = offset
         counters[at + 1] = code
         self._launched = number + 1
-        self._pending.append(Chunk(number, out, sent, fill is None, code, op, root))
+        # `out` is written after the first two parts were read, so it may be one of those two
+        mine = out if fill is None and self._rank < 2 else sent
+        self._pending.append(Chunk(number, out, mine, code, op, root))
         self._sent.append((number, pool, offset))
         self._own.announce(ARRIVED, self._base + number + 1)
 
@@ -277,7 +234,7 @@ class SharedMemoryReducer:
             else:
                 oldest = self._base + self._sent[0][0] + 1
                 for peer in self._peers:
-                    self._spin_wait.until(peer, CONSUMED, oldest)
+                    self._wait_until(peer, CONSUMED, oldest)
             self._reclaim()
         return pool.free.pop()
 
@@ -300,11 +257,11 @@ class SharedMemoryReducer:
         chunk = self._pending[0]
         due = self._base + chunk.number + 1
         for peer in self._peers:
-            self._spin_wait.until(peer, ARRIVED, due)
+            self._wait_until(peer, ARRIVED, due)
         if chunk.op is not None:
-            # `out` is written after the first two parts were read, so it may be one of those two
-            parts = self._parts(chunk, chunk.out if chunk.in_place and self._rank < 2 else chunk.sent)
-            combine_into(parts, chunk.out, combine_function(chunk.op))
+            parts = [self._part(chunk, peer) for peer in self._peers]
+            parts.insert(self._rank, chunk.mine)
+            combine_into(parts, chunk.out, chunk.op)
         elif chunk.root != self._rank:
             sender = next(peer for peer in self._peers if peer.rank == chunk.root)
             chunk.out.copy_(self._part(chunk, sender))
@@ -312,13 +269,8 @@ class SharedMemoryReducer:
         self._consumed = chunk.number + 1
         self._own.announce(CONSUMED, due)
 
-    def _parts(self, chunk: Chunk, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Return each member's contribution, in rank order. Raise UsageError if members reduce different tensors."""
-        parts = [self._part(chunk, peer) for peer in self._peers]
-        parts.insert(self._rank, mine)
-        return parts
-
     def _part(self, chunk: Chunk, peer: Peer) -> torch.Tensor:
+        """Return the peer's contribution. Raise UsageError if it reduces another tensor."""
         at = TABLE + 2 * (chunk.number % DEPTH)
         code = peer.counters[at + 1]
         if code != chunk.code:
@@ -337,6 +289,44 @@ class SharedMemoryReducer:
             found = self._views[key] = segment.view(offset, _chunk_bytes(code), dtype)
         return found
 
+    # --- waiting for a peer -----------------------------------------------------------------------
 
-def _nothing(out: torch.Tensor, start: int) -> None:
-    """Write nothing: a member that receives a broadcast contributes nothing to it."""
+    def _wait_until(self, peer: Peer, counter: int, target: int) -> None:
+        """Block until the counter of this index is at least `target`; what the peer wrote before can be read then.
+
+        Raises:
+            HorovodInternalError: the peer has left or died, or this round's collectives were ended.
+        """
+        if peer.counters[counter] < target:
+            self._spin_and_sleep(peer, counter, target)
+        fence()
+
+    def _spin_and_sleep(self, peer: Peer, counter: int, target: int) -> None:
+        counters = peer.counters
+        give_up = clock.monotonic() + SPIN_S
+        while clock.monotonic() < give_up:
+            for _ in range(4):
+                if counters[counter] >= target:
+                    return
+            os.sched_yield()
+        address = peer.counter_address(counter)
+        nap, stall_at, stalled = _SHORTEST_NAP_S, clock.monotonic() + STALL_S, False
+        try:
+            while (value := counters[counter]) < target:
+                self._asleep_on = address
+                self._owner.check_alive()
+                if counters[LEFT]:
+                    fence()  # it counted its last chunks before it left
+                    if counters[counter] < target:
+                        raise HorovodInternalError(f"a collective failed: rank {peer.rank} has left the round")
+                futex_wait(address, value, nap)
+                if nap > _SHORTEST_NAP_S and peer.is_dead() and counters[counter] < target:
+                    raise HorovodInternalError(f"a collective failed: the process of rank {peer.rank} is gone")
+                nap = min(2 * nap, _LONGEST_NAP_S)
+                if not stalled and clock.monotonic() >= stall_at:
+                    stalled = True
+                    self._owner.report_stall(True)
+        finally:
+            self._asleep_on = 0
+            if stalled:
+                self._owner.report_stall(False)

@@ -64,11 +64,7 @@ def fence_by_lock() -> None:
     lock.acquire()
 
 
-def no_fence() -> None:
-    """Do nothing: the processor keeps the order of loads and of stores."""
-
-
-fence: Callable[[], None] = fence_by_lock if REORDERS else no_fence
+fence: Callable[[], None] = fence_by_lock if REORDERS else lambda: None
 """Called between the stores to shared memory and the counter that announces them, and between a counter and the loads
 that rely on it."""
 

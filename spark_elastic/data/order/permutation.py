@@ -24,7 +24,7 @@ _SORTED = 4096  # up to this many rows hashes are sorted: a true shuffle, cheap 
 _ROUNDS = 4
 """Enough for a pseudo-random permutation if the tables are random (Luby, Rackoff 1988). Two more rounds cost 3 ns a row
 and improve nothing that the tests can see; with three, batch means already vary by some per cent too much."""
-_BLOCK = 1 << 14  # positions computed at a time, so that all buffers fit into a core's second-level cache
+BLOCK = 1 << 14  # positions computed at a time, so that all buffers fit into a core's second-level cache
 
 # The splitmix64 generator (Steele, Lea, Flood 2014): of single numbers, and of arrays.
 
@@ -69,20 +69,10 @@ def derived_key(*parts: int) -> int:
     return key
 
 
-def make_scratch() -> Indices:
-    """Allocate the work buffers of a permutation."""
-    return np.empty((3, _BLOCK), np.int64)
-
-
 class Permutation:
-    """A bijection of range(rows), a function of (rows, key) alone.
-
-    Permutations of one thread may share the buffers of `make_scratch`.
-    """
+    """A bijection of range(rows), made of `key`. Those of one thread may share a `scratch` of shape (3, BLOCK)."""
 
     def __init__(self, rows: int, key: int, scratch: Indices | None = None) -> None:
-        if rows < 0:
-            raise ValueError(f"rows must be at least 0, not {rows}")
         self.rows = rows
         self._sorted: Indices | None = None
         if rows <= _SORTED:
@@ -103,7 +93,7 @@ class Permutation:
         self._steps = [np.tile(step, times) for step, times in zip(steps[1:], (2, 2, 3), strict=True)]
         self._lines = np.tile(np.arange(0, lines * columns, columns), 3)
         self._columns = np.tile(np.arange(columns), 3)
-        self._scratch = make_scratch() if scratch is None else scratch
+        self._scratch = np.empty((3, BLOCK), np.int64) if scratch is None else scratch
 
     def __getitem__(self, positions: Indices) -> Indices:
         """Return the rows at these positions, shape (n,). Positions must be in range(rows)."""
@@ -111,31 +101,27 @@ class Permutation:
             return self._sorted[positions]
         out = np.empty(len(positions), np.int64)
         columns = len(self._first)
-        for start in range(0, len(positions), _BLOCK):
-            part = positions[start : start + _BLOCK]
+        for start in range(0, len(positions), BLOCK):
+            part = positions[start : start + BLOCK]
             line, column, step = (row[: len(part)] for row in self._scratch)
             np.floor_divide(part, columns, out=line)
             np.multiply(line, columns, out=column)
             np.subtract(part, column, out=column)
             np.take(self._first, column, out=step, mode="clip")  # other modes buffer `out`
             np.add(line, step, out=line)
-            self._finish(line, column, step, out[start : start + _BLOCK])
+            for number, table in enumerate(self._steps):
+                moved, other = (column, line) if number % 2 == 0 else (line, column)
+                np.take(table, other, out=step, mode="clip")
+                np.add(moved, step, out=moved)
+            rows = out[start : start + BLOCK]
+            np.take(self._lines, line, out=step, mode="clip")
+            np.take(self._columns, column, out=rows, mode="clip")
+            np.add(rows, step, out=rows)
+            if int(rows.max()) >= self.rows:
+                # the few cells beyond the last row follow their cycle until it meets a row: a bijection still
+                outside = np.flatnonzero(rows >= self.rows)
+                rows[outside] = self[rows[outside]]
         return out
-
-    def _finish(self, line: Indices, column: Indices, step: Indices, out: Indices) -> None:
-        """Apply all rounds after the first one."""
-        for number, table in enumerate(self._steps):
-            moved, other = (column, line) if number % 2 == 0 else (line, column)
-            np.take(table, other, out=step, mode="clip")
-            np.add(moved, step, out=moved)
-        np.take(self._lines, line, out=step, mode="clip")
-        np.take(self._columns, column, out=out, mode="clip")
-        np.add(out, step, out=out)
-        if int(out.max()) < self.rows:
-            return
-        # The few cells beyond the last row follow their cycle until it meets a row: the result stays a bijection.
-        outside = np.flatnonzero(out >= self.rows)
-        out[outside] = self[out[outside]]
 
 
 class GlobalOrder:
@@ -178,8 +164,6 @@ class EpochOrder:
     """
 
     def __init__(self, rows: int, seed: int, epoch: int, shuffle: bool = True) -> None:
-        if rows < 0:
-            raise ValueError(f"rows must be at least 0, not {rows}")
         self.rows = rows
         self.shuffle = shuffle
         self._half = max(1, ((max(rows - 1, 1)).bit_length() + 1) // 2)

@@ -11,27 +11,21 @@ from itertools import pairwise
 
 import numpy as np
 
-from spark_elastic.data.order.permutation import GlobalOrder, Indices, Permutation, derived_key, make_scratch
+from spark_elastic.data.order.permutation import BLOCK, GlobalOrder, Indices, Permutation, derived_key
 
 _CHUNK_BYTES = 256 << 10  # bytes of a chunk: reads of this size get most of what a disk or an object store can deliver
 _OPEN_BYTES = 1 << 30
 """Bytes of the open windows of all streams: 4096 chunks. With sorted data the rows of a batch of n vary like
 1 + n / chunks times those of a true shuffle: 1.25 for a batch of 1024. It is page cache, which the ranks share."""
-_STREAMS = 128
-"""Several for each worker, so that workers whose number does not divide it still have nearly equal shares."""
-_MANY_ROWS = 1 << 23
-"""From here on there are twice as many streams: with fewer rows they would be so short that computing them is slow."""
-_PLANNED = 1 << 19
-"""Rows whose places in the streams are computed at a time. A resume pays for one such block: some ms and 4 MB."""
+_STREAMS = 128  # several for each worker: their shares are nearly equal whatever their number
+_MANY_ROWS = 1 << 23  # from here on there are twice as many streams: shorter ones are slow to compute
+_PLANNED = 1 << 19  # rows whose places are computed at a time. A resume pays for one such block: some ms and 4 MB
 _GOLDEN_RATIO = 0.6180339887498949
 
 
 @dataclass(frozen=True, slots=True)
 class WindowSettings:
-    """How the windowed shuffle divides a dataset; the same on every rank and for a whole training.
-
-    Checkpoints contain the fields, so their names stay.
-    """
+    """How the shuffle divides a dataset, on all ranks, for a whole training. Checkpoints hold these names."""
 
     lanes: int  # the number of streams
     chunk_rows: int  # neighbouring rows that are read together
@@ -74,7 +68,7 @@ class WindowedShuffle:
         self.rows = rows
         self.settings = settings
         self._key = derived_key(seed, epoch, 1)
-        self._scratch = make_scratch()
+        self._scratch = np.empty((3, BLOCK), np.int64)
         full, self._short = divmod(rows, settings.chunk_rows)
         self._chunks = Permutation(full, derived_key(self._key, 1), self._scratch)
         # a short last chunk may be anywhere in the sequence, like any other
@@ -84,8 +78,8 @@ class WindowedShuffle:
         self._turns = np.array(sorted(range(settings.lanes), key=lambda s: f"{s:0{bits}b}"[::-1]), np.int64)
         longer = np.zeros(settings.lanes, np.int64)
         longer[self._turns[: rows % settings.lanes]] = 1
-        self._lengths = (rows // settings.lanes + longer).tolist()
-        self._begins = (np.cumsum(self._lengths) - self._lengths).tolist()
+        self.lengths = (rows // settings.lanes + longer).tolist()  # of each stream, its number of rows
+        self._begins = (np.cumsum(self.lengths) - self.lengths).tolist()  # and where it begins in the chunk sequence
         self._owned = (-1, -1)
         self._owned_turns: Indices = np.empty(0, np.int64)
         self._owned_before: list[int] = []
@@ -93,23 +87,14 @@ class WindowedShuffle:
         self._plan = np.empty((0, 0), np.int64)
         self._planned = (0, 0, 0)
 
-    # --- streams and windows ------------------------------------------------------------------
-
     def owned(self, rank: int, size: int) -> tuple[int, int]:
-        """Return the streams `[first, last)` of a rank.
-
-        There are none for some ranks if there are more ranks than streams.
-        """
+        """Return the streams `[first, last)` of a rank: none for some if there are more ranks than streams."""
         streams = self.settings.lanes
         return streams * rank // size, streams * (rank + 1) // size
 
-    def stream(self, stream: int) -> tuple[int, int]:
-        """Return where a stream begins in the chunk sequence, and its number of rows."""
-        return self._begins[stream], self._lengths[stream]
-
     def window_at(self, stream: int, index: int) -> tuple[int, int, int]:
         """Return the window around row `index` of a stream: its number, and its rows `[start, stop)` of the stream."""
-        length, window = self._lengths[stream], self.settings.window_rows
+        length, window = self.lengths[stream], self.settings.window_rows
         if window >= length:
             return 0, 0, length
         # the first one is longer or shorter by up to a half, so that neighbouring streams are out of step
@@ -137,8 +122,6 @@ class WindowedShuffle:
             else:
                 ranges.append((row, row + end - cut))
         return ranges
-
-    # --- rows ---------------------------------------------------------------------------------
 
     def take(self, edges: Sequence[int], rank: int, size: int) -> tuple[Indices, list[int]]:
         """Return a rank's rows of consecutive global batches, as `GlobalOrder.take`."""
@@ -178,7 +161,7 @@ class WindowedShuffle:
 
     def _fill(self, stream: int, index: int, out: Indices) -> None:
         """Write the rows of a stream from `index` on to `out`, whose rest after the stream's end stays unchanged."""
-        end = min(index + len(out), self._lengths[stream])
+        end = min(index + len(out), self.lengths[stream])
         at = index
         while at < end:
             number, start, stop = self.window_at(stream, at)
@@ -186,8 +169,14 @@ class WindowedShuffle:
             window = self._windows.get(stream)
             if window is None or window.number != number:
                 window = self._windows[stream] = self._window(stream, number, start, stop)
-            positions = window.order[np.arange(at - start, until - start)]
-            out[at - index : until - index] = self._rows_in_window(window, positions)
+            places = window.order[np.arange(at - start, until - start)] + window.first
+            if window.chunks is None:
+                places = self._rows_in_sequence(places)
+            else:
+                touched = places // self.settings.chunk_rows
+                places -= touched * self.settings.chunk_rows
+                places += window.chunks[touched]
+            out[at - index : until - index] = places
             at = until
 
     def _window(self, stream: int, number: int, start: int, stop: int) -> _Window:
@@ -202,15 +191,6 @@ class WindowedShuffle:
         chunk = self.settings.chunk_rows
         touched = np.arange(first // chunk, -(-last // chunk))
         return _Window(number, order, first % chunk, self._chunks[touched] * chunk)
-
-    def _rows_in_window(self, window: _Window, positions: Indices) -> Indices:
-        places = positions + window.first
-        if window.chunks is None:
-            return self._rows_in_sequence(places)
-        touched = places // self.settings.chunk_rows
-        places -= touched * self.settings.chunk_rows
-        places += window.chunks[touched]
-        return places
 
     def _rows_in_sequence(self, places: Indices) -> Indices:
         """Return the numbers of the rows at these places of the shuffled sequence of chunks."""

@@ -20,9 +20,9 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_sample_weights
 
 from spark_elastic.collective.process import process
+from spark_elastic.collective.replicas import VariableComparison
 from spark_elastic.data.order.permutation import EpochOrder
 from spark_elastic.elastic.call_stack import calling_method, calling_object
-from spark_elastic.elastic.replicas import VariableComparison
 from spark_elastic.errors import UsageError
 from spark_elastic.keras.elastic.batches import Indices, TensorFlowBatches, deal
 from spark_elastic.keras.elastic.fit_session import session_of

@@ -19,10 +19,16 @@ from typing import Any, NamedTuple
 import keras
 
 from spark_elastic.elastic.call_stack import calling_method, calling_object
-from spark_elastic.elastic.plain_values import same
 from spark_elastic.errors import UsageError
 from spark_elastic.keras import backend
-from spark_elastic.keras.callback_state import FitResumePoint, plain_values, put_values, refuse, set_resume_point
+from spark_elastic.keras.callback_state import (
+    FitResumePoint,
+    plain_values,
+    put_values,
+    refuse,
+    same,
+    set_resume_point,
+)
 from spark_elastic.keras.elastic.handlers import learning_rate_of
 
 log = logging.getLogger("spark_elastic.keras")

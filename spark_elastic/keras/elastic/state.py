@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from spark_elastic.collective.replicas import by_unique_name
 from spark_elastic.elastic.handlers import Handlers, StateHandler
 from spark_elastic.elastic.mark import OptimizerSteps, StepCounter
-from spark_elastic.elastic.replicas import by_unique_name
 from spark_elastic.elastic.state import ElasticState
 from spark_elastic.errors import HorovodInternalError
 from spark_elastic.keras import backend

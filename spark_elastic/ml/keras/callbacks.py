@@ -42,11 +42,9 @@ class KerasCallback(Callback):
         self._model = model
         self._shared = shared
         self._begun = self._ended = False
-        self._kept: CallbackSnapshot | None = CallbackSnapshot.of(wrapped, False)
-        """The attributes of `wrapped`; None if `wrapped` was called since they were read."""
+        self._kept: CallbackSnapshot | None = CallbackSnapshot.of(wrapped, False)  # None: `wrapped` was called since
         self._at_begin = self._kept
-        self.loaded_arrays: dict[str, Any] = {}
-        """The arrays for the next `load_state_dict`."""
+        self.loaded_arrays: dict[str, Any] = {}  # the arrays for the next `load_state_dict`
         # Set only for callbacks that act on batches, because computing the logs of every batch costs time.
         if self._acts("on_train_batch_begin", "on_batch_begin"):
             self.on_batch_begin = self._on_batch_begin  # type: ignore[method-assign]
@@ -103,7 +101,9 @@ class KerasCallback(Callback):
         wrapped, kept = self.wrapped, self._kept
         self._begun = True
         wrapped.set_model(self._model)
-        wrapped.set_params({"verbose": self._training.verbose, "epochs": run.epochs, "steps": _batches(self._training)})
+        rows, size = self._training.dataset.rows("train"), self._training.batch_size
+        steps = None if size is None else -(-rows // size)  # None: they depend on the number of workers
+        wrapped.set_params({"verbose": self._training.verbose, "epochs": run.epochs, "steps": steps})
         if hasattr(wrapped, "append") and (run.step or run.epoch):
             wrapped.append = True  # keep the rows that were written before the resume
         wrapped.on_train_begin()
@@ -164,7 +164,6 @@ class KerasCallbacks:
 
     @contextmanager
     def test_batch(self, number: int) -> Iterator[None]:
-        """Call the callbacks before and after a batch of a validation."""
         for one in self._of_test_batches:
             one.call(one.run, "on_test_batch_begin", number)
         yield
@@ -208,14 +207,13 @@ class KerasCallbacks:
 
 
 def adapt_callbacks(callbacks: Sequence[Any], training: Training, model: Any) -> list[Callback]:
-    """Return this package's callbacks unchanged, Keras's as `KerasCallback`; raise InvalidSettingsError for others."""
+    """Return this package's callbacks unchanged, Keras's as `KerasCallback`."""
     check_callbacks(callbacks)
     shared = SharedLogs()
     return [one if isinstance(one, Callback) else KerasCallback(one, training, model, shared) for one in callbacks]
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Raise InvalidSettingsError if a value is not a callback of this package or of Keras."""
     names = "spark_elastic.ml.callbacks.Callback, keras.callbacks.Callback"
     check_kinds(callbacks, (Callback, keras.callbacks.Callback), names)
 
@@ -230,9 +228,3 @@ def _learning_rate(optimizer: Any) -> float | None:
 def _batch(run: Run) -> int:
     """Return the number of steps of this epoch so far."""
     return run.step - int(run.history[-1]["steps"] if len(run.history) else 0)
-
-
-def _batches(training: Training) -> int | None:
-    """Return the number of batches of an epoch; None if it depends on the number of workers."""
-    rows, size = training.dataset.rows("train"), training.batch_size
-    return None if size is None else -(-rows // size)

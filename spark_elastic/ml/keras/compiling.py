@@ -19,8 +19,6 @@ from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableEr
 from spark_elastic.ml.keras.serialization import Flags, architecture, check_config, custom_names, custom_objects_of
 from spark_elastic.ml.preparation import FLOAT, INTEGER
 
-# --- inputs and outputs -------------------------------------------------------------------------------
-
 _MANTISSA = {"bfloat16": 7, "float16": 10, "float32": 23, "float64": 52}
 
 
@@ -42,9 +40,9 @@ def input_names(model: Any) -> list[str] | None:
 
 
 def order_by_name(model: Any, columns: Sequence[Any]) -> list[int] | None:
-    """Return the number of the column for each input, if columns have the names of inputs; None if none has.
+    """Return the number of the column for each input, if columns (feature_cols) have names of inputs; None if none has.
 
-    `columns` is the setting feature_cols. The other columns go to the other inputs in the order in which they are.
+    The other columns go to the other inputs in the order in which they are.
     """
     names, given = input_names(model) or [], [each if isinstance(each, str) else "+".join(each) for each in columns]
     if len(names) != len(given) or not set(names) & set(given):
@@ -53,11 +51,21 @@ def order_by_name(model: Any, columns: Sequence[Any]) -> list[int] | None:
     return [given.index(name) if name in given else next(others) for name in names]
 
 
-def check_named(setting: str, ends: str, structure: Any, columns: Sequence[Sequence[str]]) -> None:
-    """Raise InvalidSettingsError if two inputs or outputs in a dict could be exchanged: nothing says which is which.
+def check_columns(
+    setting: str, ends: str, names: Sequence[str | None] | None, columns: Sequence[Sequence[str]], structure: Any
+) -> None:
+    """Raise InvalidSettingsError if columns may belong to other inputs or outputs than those they are given to.
 
-    `ends` is "inputs" or "outputs"; `structure` are the symbolic ones, `columns` those of each in the order of names.
+    `ends` is "inputs" or "outputs"; `names` are in order, None if not known; `columns` are those of each; `structure`
+    is the dict of the symbolic ones, if they are in one: it is ordered by name, whatever the order it was written in.
     """
+    for name, given in zip(names or (), columns, strict=False):
+        if len(given) == 1 and given[0] != name and given[0] in (names or ()):
+            raise InvalidSettingsError(
+                f"{setting} gives the column {given[0]!r} to {name!r}: the model's {ends} are, in order, "
+                f"{', '.join(map(str, names or ()))} (those of a dict are ordered by name). List the columns in this "
+                "order; if the column is meant for it, rename the column"
+            )
     if not isinstance(structure, Mapping):
         return
     pairs = zip(sorted(structure), columns, strict=False)
@@ -75,31 +83,15 @@ def check_named(setting: str, ends: str, structure: Any, columns: Sequence[Seque
                 )
 
 
-def check_order(setting: str, ends: str, names: Sequence[str | None] | None, columns: Sequence[Sequence[str]]) -> None:
-    """Raise InvalidSettingsError if a column has the name of another input or output than the one it is given to.
-
-    Those in a dict are ordered by name, whatever the order they were written in. Where their shapes are equal, nothing
-    else would notice that two are exchanged. `names` are in order, None if not known; `columns` are those of each.
-    """
-    for name, given in zip(names or (), columns, strict=False):
-        if len(given) == 1 and given[0] != name and given[0] in (names or ()):
-            raise InvalidSettingsError(
-                f"{setting} gives the column {given[0]!r} to {name!r}: the model's {ends} are, in order, "
-                f"{', '.join(map(str, names or ()))} (those of a dict are ordered by name). List the columns in this "
-                "order; if the column is meant for it, rename the column"
-            )
-
-
 def output_names(model: Any) -> list[str] | None:
     """Return the names of the outputs, the keys of dicts of losses; None if the model has none before it is called."""
     struct = getattr(model, "_outputs_struct", None)
     if isinstance(struct, dict):
         return sorted(struct)
-    names = getattr(model, "output_names", None)
-    if names is None:
-        outputs = getattr(model, "outputs", None)
-        return None if outputs is None else [str(each._keras_history[0].name) for each in outputs]
-    return [str(name) for name in names]
+    if (names := getattr(model, "output_names", None)) is not None:
+        return [str(name) for name in names]
+    outputs = getattr(model, "outputs", None)
+    return None if outputs is None else [str(each._keras_history[0].name) for each in outputs]
 
 
 def check_kept(model: Any, at: int, name: str, values: Any) -> None:
@@ -126,11 +118,7 @@ def check_kept(model: Any, at: int, name: str, values: Any) -> None:
 def build_for(
     model: Any, inputs: Sequence[TensorField], seed: int, custom_objects: Mapping[str, Any] | None = None
 ) -> Any:
-    """Return a built copy of an unbuilt model, which is called with rows of zeros; its weights follow from the seed.
-
-    Raises InvalidSettingsError if the model cannot be called with such rows, or their shape is not known, and
-    NotPicklableError if it cannot be copied.
-    """
+    """Return a built copy of an unbuilt model, which is called with rows of zeros; its weights follow from the seed."""
     check_config(model, NotPicklableError)
     for field in inputs:
         if field.kind not in (Kind.DENSE, Kind.SPARSE):
@@ -158,15 +146,9 @@ def build_for(
     return copied
 
 
-# --- the arguments of compile -------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileArguments:
-    """The arguments of `keras.Model.compile`; the optimizer is an instance that may have no variables yet.
-
-    Without a loss, the model adds its own. `metrics` ignore sample weights, `weighted_metrics` use them.
-    """
+    """The arguments of `keras.Model.compile`. Without a loss, the model adds its own."""
 
     optimizer: Any
     loss: Any = None
@@ -203,13 +185,6 @@ def values_of(optimizer: Any) -> list[Any] | None:
     if optimizer is None or not getattr(optimizer, "built", False) or int(optimizer.iterations.numpy()) == 0:
         return None
     return [np.asarray(each) for each in optimizer.variables]
-
-
-def compile_again(model: Any, arguments: Mapping[str, Any], values: Sequence[Any] | None) -> None:
-    """Compile a model with the arguments of `compiled_with` and the optimizer's values of `values_of`."""
-    model.compile(**arguments)
-    if values is not None:
-        build_optimizer(model, values)
 
 
 def build_optimizer(model: Any, values: Sequence[Any] | None) -> None:
@@ -249,16 +224,12 @@ def _optimizer_of(given: Any) -> Any:
     return given
 
 
-# --- known losses: how they read labels, and how a prediction follows from an output ------------------
-
-
 class KerasLossKind(NamedTuple):
     """The rules for a prediction (setting `prediction`) of a known loss from logits and from probabilities."""
 
     logits: str
     probabilities: str
-    labels: str
-    """"class" (its number), "one-hot" (a value for each class) or "number" (as many as the output has)."""
+    labels: str  # "class" (its number), "one-hot" (a value for each class) or "number" (as many as the output has)
 
 
 _CLASSES = ("argmax", "argmax_probability")
@@ -318,16 +289,10 @@ def label_dtype(loss: Any) -> str | None:
     return None if known is None else INTEGER if known.labels == "class" else FLOAT
 
 
-def name_of(loss: Any) -> str:
-    """Return the name of a loss for an error message."""
-    return str(loss if isinstance(loss, str) else getattr(loss, "name", None) or getattr(loss, "__name__", repr(loss)))
-
-
 def losses_by_output(loss: Any, names: Sequence[str] | None) -> list[tuple[str | None, Any]]:
     """Return (name of the output, its loss) for each output that has a loss, in the order of the outputs.
 
-    `loss` is the argument of `compile`; a single loss is used for every output. The `names` of the outputs may not be
-    known. Raises InvalidSettingsError if there are losses for outputs that the model does not have.
+    `loss` is the argument of `compile`; a single one is for every output. The `names` of the outputs may not be known.
     """
     if isinstance(loss, Mapping) and "class_name" not in loss:
         order = list(names) if names is not None else sorted(loss)

@@ -16,9 +16,8 @@ from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.keras.sync_batch_normalization import unconverted
 from spark_elastic.ml.callbacks import Callback, check_one_best, validation_hint
 from spark_elastic.ml.keras.callbacks import KerasCallback, adapt_callbacks
-from spark_elastic.ml.keras.compiling import check_named, check_order, losses_by_output, output_names, rule
+from spark_elastic.ml.keras.compiling import check_columns, losses_by_output, output_names, rule
 from spark_elastic.ml.keras.engine import PreparedModel, prepare
-from spark_elastic.ml.keras.feeding import BatchPart
 from spark_elastic.ml.keras.metrics import single_metrics
 from spark_elastic.ml.keras.model import KerasPredictor
 from spark_elastic.ml.keras.serialization import fill, weights_to_bytes
@@ -33,19 +32,14 @@ from spark_elastic.reporting.history import FACTS
 
 log = logging.getLogger("spark_elastic.ml")
 
-_ROWS_OF_MEANS = 16
-"""The number of rows whose loss is compared with that of their parts; of a user's own loss it is a larger one."""
-_DRAWS = 4
-"""The number of times that a random loss is computed."""
+_ROWS_OF_MEANS = 16  # of which the loss is compared with that of their parts; more of a user's own
+_DRAWS = 4  # the number of times that a random loss is computed
 
 
 def dry_run(
     training: KerasTraining, inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None
 ) -> DryRunResult:
-    """Do forward, loss, metrics, backward and an optimizer step on a copy; then call the model as `transform` does.
-
-    Raises DataError, InvalidSettingsError or NotPicklableError as the functions of `ml.training.dry_run` do.
-    """
+    """Do forward, loss, metrics, backward and an optimizer step on a copy; then call the model as `transform` does."""
     common.check_order(training)
     training = common.round_trip_pickle(training)
     batch = first_rows(training, common.ROWS)
@@ -54,9 +48,9 @@ def dry_run(
     names = output_names(ready.model)
     of_outputs = losses_by_output(ready.compiled.loss, names)
     labels = [field.columns for field in training.dataset.layout.fields if field.name.startswith("label_")]
-    check_order("label_cols", "outputs", [name for name, _ in of_outputs], labels)
-    if training.transformation_fn is None and len(labels) == len(names or ()):
-        check_named("label_cols", "outputs", getattr(ready.model, "_outputs_struct", None), labels)
+    alike = training.transformation_fn is None and len(labels) == len(names or ())
+    structure = getattr(ready.model, "_outputs_struct", None) if alike else None
+    check_columns("label_cols", "outputs", [name for name, _ in of_outputs], labels, structure)
     common.warn_of_averaged_metrics(
         ready.averaged, "a keras.metrics.Metric (keras.metrics.AUC, ...), whose variables are added up"
     )
@@ -105,18 +99,20 @@ def _check_means(training: KerasTraining, ready: PreparedModel) -> None:
     signature = [tuple(ready.feeder.specs), tf.TensorSpec([2 + shares.terms], tf.float64)]
     traced = tf.function(losses, input_signature=signature, autograph=False)
 
-    def parts_of(count: int) -> list[BatchPart]:
-        edges = split_evenly(rows, count)
-        return [BatchPart(tuple(tf.constant(each[a:b]) for each in arrays), b - a) for a, b in edges]
+    def parts_of(count: int) -> list[tuple[Any, ...]]:
+        return [tuple(tf.constant(each[a:b]) for each in arrays) for a, b in split_evenly(rows, count)]
 
-    def mean(parts: Sequence[BatchPart], totals: Sequence[float]) -> Any:
+    def mean(parts: Sequence[Any], totals: Sequence[float]) -> Any:
         """Return the mean of the losses of parts of the rows, weighted by the parts' rows."""
-        return sum(traced(*part_arguments(part, rows, totals)).numpy() * part.rows / rows for part in parts)
+        return sum(traced(*part_arguments(part, rows, totals)).numpy() * len(part[0]) / rows for part in parts)
 
     (arrays,) = ready.feeder.arrays(batch, parts=1)
     with user_code("the loss", rows, dict(zip(ready.feeder.names, arrays, strict=True))):
         mean(parts_of(1), [1.0] * shares.terms)
-        if len(names) > shares.terms or _has_own_losses(ready):
+        compiled = [each.loss._loss for each in getattr(ready.model._compile_loss, "_flat_losses", None) or []]
+        functions = [getattr(each, "fn", None) or type(each) for each in compiled if each is not None]
+        own = any(not str(getattr(each, "__module__", "")).startswith("keras.") for each in functions)
+        if own or len(names) > shares.terms:
             a_row = sum(each.nbytes for each in arrays) // rows + 4 * ready.model.count_params()
             batch = first_rows(training, common.rows_of_losses(a_row, rows))
             (arrays,), rows = ready.feeder.arrays(batch, parts=1), batch.rows
@@ -129,13 +125,6 @@ def _check_means(training: KerasTraining, ready: PreparedModel) -> None:
         wholes = np.stack([mean(whole, of_whole) for _ in range(_DRAWS)])
         divided = np.stack([mean(parts, of_parts) for _ in range(_DRAWS if np.ptp(wholes, 0).any() else 1)])
     _compare(ready, names, rows, wholes, divided, _shapes(ready, arrays))
-
-
-def _has_own_losses(ready: PreparedModel) -> bool:
-    """Return True if a loss that the model is compiled with is not one of Keras."""
-    losses = [each.loss._loss for each in getattr(ready.model._compile_loss, "_flat_losses", None) or []]
-    functions = [getattr(each, "fn", None) or type(each) for each in losses if each is not None]
-    return any(not str(getattr(each, "__module__", "")).startswith("keras.") for each in functions)
 
 
 def _check_denominators(
@@ -210,7 +199,6 @@ def _shapes(ready: PreparedModel, arrays: Sequence[Any]) -> str:
 
 
 def _step(training: KerasTraining, ready: PreparedModel, batch: Batch) -> Sums:
-    """Do a step and return the sums of its losses and metrics."""
     (arrays,) = ready.feeder.arrays(batch, parts=1)
     tensors = tuple(map(tf.constant, arrays))
     optimizer, metrics = ready.model.optimizer, ready.metrics
@@ -223,7 +211,8 @@ def _step(training: KerasTraining, ready: PreparedModel, batch: Batch) -> Sums:
     with common.optimizer_errors(optimizer, "weights"):
         optimizer.apply(record.grads, record.variables)
     if batch.rows > 1:
-        if ready.model._compile_loss is not None or ready.model.losses or _has_test_step(ready.model):
+        own_test_step = not str(type(ready.model).test_step.__module__).startswith("keras.")
+        if ready.model._compile_loss is not None or ready.model.losses or own_test_step:
             _check_sums(ready, arrays)
         _check_pairs(ready, tensors)
         if not training.loss_is_per_worker:
@@ -252,19 +241,23 @@ def _warn_of_buffers_by_rows(model: Any, inputs: Sequence[Any]) -> None:
     )
 
 
-def _has_test_step(model: Any) -> bool:
-    return not str(type(model).test_step.__module__).startswith("keras.")
-
-
 def _check_sums(ready: PreparedModel, arrays: Sequence[Any]) -> None:
     """Raise InvalidSettingsError if a metric's variables after two batches are not the sum of those after each one."""
 
+    def states() -> dict[str, Sums]:
+        return {
+            f"{metric.name} ({each.path})": np.asarray(each.numpy(), np.float64)
+            for metric in single_metrics(ready.model.metrics)
+            for each in metric.variables
+            if not type(metric).__module__.startswith("keras.")  # those of Keras are sums, perhaps of random outputs
+        }
+
     def added(*batches: slice) -> dict[str, Sums]:
         ready.model.reset_metrics()
-        before = _states(ready.model)
+        before = states()
         for rows in batches:
             ready.model.test_step(ready.feeder.structure(tuple(tf.constant(each[rows]) for each in arrays)))
-        return {name: after - before[name] for name, after in _states(ready.model).items()}
+        return {name: after - before[name] for name, after in states().items()}
 
     middle = len(arrays[0]) // 2
     first, second = slice(0, middle), slice(middle, None)
@@ -316,15 +309,6 @@ def _check_pairs(ready: PreparedModel, tensors: tuple[Any, ...]) -> None:
     ready.model.reset_metrics()
 
 
-def _states(model: Any) -> dict[str, Sums]:
-    return {
-        f"{metric.name} ({each.path})": np.asarray(each.numpy(), np.float64)
-        for metric in single_metrics(model.metrics)
-        for each in metric.variables
-        if not type(metric).__module__.startswith("keras.")  # those of Keras are sums, perhaps of random outputs
-    }
-
-
 def _check_columns(training: KerasTraining, ready: PreparedModel, sums: Sums, callbacks: Sequence[Callback]) -> None:
     """Raise InvalidSettingsError if columns of the history clash, or a callback monitors one that is missing."""
     logs = ready.metrics.logs(sums)
@@ -338,7 +322,6 @@ def _check_columns(training: KerasTraining, ready: PreparedModel, sums: Sums, ca
 
 
 def _check_monitor(callback: Any, model: Any, names: Sequence[str]) -> None:
-    """Raise InvalidSettingsError if a callback of Keras monitors a value that is not in the logs."""
     kind, monitor = type(callback).__name__, getattr(callback, "monitor", None)
     if isinstance(monitor, str) and monitor not in names and monitor != "learning_rate":
         have = f"{', '.join(names)}{validation_hint(monitor, names)}"

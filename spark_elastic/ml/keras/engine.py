@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from spark_elastic.collective.objects import broadcast_tensors
 from spark_elastic.collective.operations import allreduce_
-from spark_elastic.collective.reduction import Sum
+from spark_elastic.collective.operators import Sum
 from spark_elastic.data.order.permutation import derived_key
 from spark_elastic.data.reader import Batch
 from spark_elastic.elastic.handlers import Handlers, StateHandler
@@ -25,13 +25,12 @@ from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.keras import serialization
 from spark_elastic.ml.keras.callbacks import KerasCallbacks, adapt_callbacks
 from spark_elastic.ml.keras.compiling import CompileArguments, build_optimizer
-from spark_elastic.ml.keras.feeding import FIRST_ROWS, BatchFeeder, BatchPart, KerasBatch
+from spark_elastic.ml.keras.feeding import FIRST_ROWS, BatchFeeder
 from spark_elastic.ml.keras.metrics import (
     KerasMetricAccumulator,
     complete_losses,
     count_by_row,
-    count_losses_by_row,
-    count_scalars_by_row,
+    weigh_means_by_row,
 )
 from spark_elastic.ml.keras.objective import Shares, number_terms
 from spark_elastic.ml.keras.spec import MODEL_FILE, KerasTraining
@@ -41,18 +40,11 @@ from spark_elastic.ml.training.spec import Piece, Progress, Sums
 from spark_elastic.ml.training.trainer import Trainer
 from spark_elastic.tensorflow.host import lost_peers_translated
 
-ARRAYS = "state.npz"
-"""The file of a checkpoint with all arrays."""
-
-
-# --- the model and the parts of its step --------------------------------------------------------------
+ARRAYS = "state.npz"  # the file of a checkpoint with all arrays
 
 
 class PreparedModel(NamedTuple):
-    """A compiled model, with all variables, that is ready for its first step, and the objects that run a step.
-
-    `compiled` are the arguments that the user gave; `averaged` are the metric functions that return one number.
-    """
+    """A compiled model that is ready for its first step; `averaged` are metric functions that return one number."""
 
     model: Any
     compiled: CompileArguments
@@ -81,8 +73,7 @@ def prepare(training: KerasTraining) -> PreparedModel:
     feeder = BatchFeeder(training, model, compiled)
     _build(model, feeder, training, shares)
     number_terms(model, shares)
-    count_losses_by_row(model, shares)
-    count_scalars_by_row(model, shares)
+    weigh_means_by_row(model, shares)
     build_optimizer(model, training.optimizer_values)
     metrics = KerasMetricAccumulator(model)
     graphs = StepGraphs(training, model, feeder, metrics, shares)
@@ -105,9 +96,6 @@ def _build(model: Any, feeder: BatchFeeder, training: KerasTraining, shares: Sha
         variable.assign(value)
 
 
-# --- the engine ---------------------------------------------------------------------------------------
-
-
 class KerasEngine(Engine):
     """The `Engine` of one Keras model; `best` is a copy of the model for the weights of the best epoch, or None."""
 
@@ -118,10 +106,8 @@ class KerasEngine(Engine):
         self._feeder = ready.feeder
         self._graphs = ready.graphs
         self.callbacks = callbacks
-        self._stepping = False
-        """A step has begun and not ended; if its collective fails, `undo_step` must undo it."""
-        self.stepped: Callable[[], None] = lambda: None
-        """A function that is called after each step."""
+        self._stepping = False  # a step has begun and not ended; if its collective fails, `undo_step` must undo it
+        self.stepped: Callable[[], None] = lambda: None  # a function that is called after each step
 
     @property
     def learning_rate(self) -> float:
@@ -130,53 +116,44 @@ class KerasEngine(Engine):
     def use_threads(self, count: int) -> None:
         """Do nothing: the number of TensorFlow's threads cannot change once TensorFlow has run."""
 
-    def feed(self, batches: Generator[Batch]) -> Generator[Any]:
-        return self._feeder.batches(batches)
-
-    def step(self, batch: Any, at: Progress, stop: bool) -> Measured:
+    def step(self, batch: Batch, at: Progress, stop: bool) -> Measured:
+        parts, uncounted = self._feeder.parts(batch), []
+        if self._size > 1:
+            # Every worker makes the same number of passes, some with a row that does not count: layers may have a
+            # state that each pass changes, and synchronised layers have collectives.
+            passes = min(self._training.accumulation, -(-batch.global_rows // self._size))
+            uncounted = [self._feeder.first_row] * (passes - len(parts))
+        # two positive numbers below 2**31, which every type of seed can hold
+        key = derived_key(self._training.seed, at.epoch, batch.start, self._rank)
+        of_step = tf.constant([key & 0x3FFFFFFF, key >> 34, int(stop)], tf.int64)
         with lost_peers_translated():
-            totals = self._totals(batch)
-            # two positive numbers below 2**31, which every type of seed can hold
-            key = derived_key(self._training.seed, at.epoch, batch.start, self._rank)
+            totals = self._totals(parts)
             self._stepping = True
-            halves = [key & 0x3FFFFFFF, key >> 34]
-            uncounted = self._uncounted(batch)
-            numbers = self._graphs.step(batch, totals, halves, stop, uncounted).numpy()
+            numbers = self._graphs.step(parts, uncounted, batch.global_rows, totals, of_step).numpy()
             self._stepping = False
         self.stepped()
         return Measured(numbers[:-1], (), bool(numbers[-1]))
 
-    def _uncounted(self, batch: KerasBatch) -> list[BatchPart]:
-        """Return the first row once for each pass for which this worker has no rows, but other workers have.
-
-        Every worker makes the same number of passes: layers may have a state that each of them changes, and
-        synchronised layers have collectives.
-        """
-        if self._size == 1:
-            return []
-        passes = min(self._training.accumulation, -(-batch.global_rows // self._size))
-        return [self._feeder.first_row] * (passes - len(batch.parts))
-
     def undo_step(self) -> None:
-        """Undo a step whose collective failed; it will be repeated."""
         if self._stepping:
             self._stepping = False
             self._graphs.undo_step()
 
-    def _totals(self, batch: KerasBatch) -> list[float]:
+    def _totals(self, parts: Sequence[Any]) -> list[float]:
         """Return the denominators of the losses in the whole batch; those that are counted are reduced."""
-        return self._graphs.totals(batch.parts, lambda own: allreduce_(own, op=Sum))
+        return self._graphs.totals(parts, lambda own: allreduce_(own, op=Sum))
 
-    def measure(self, batches: Iterable[KerasBatch]) -> tuple[Sums, list[Piece]]:
+    def measure(self, batches: Iterable[Batch]) -> tuple[Sums, list[Piece]]:
         self._graphs.reset()
         rows = 0
         returned = np.zeros(len(self.metrics.returned["val_"]))
         for batch in batches:
-            totals = self._totals(batch)
-            for part in batch.parts:
+            parts = self._feeder.parts(batch)
+            totals = self._totals(parts)
+            for part in parts:
                 with self.callbacks.test_batch(batch.start // batch.global_rows):
                     returned += self._graphs.evaluate(*part_arguments(part, batch.global_rows, totals)).numpy()
-                rows += part.rows
+            rows += batch.rows
         return np.concatenate([self._graphs.read().numpy(), returned, [float(rows)]]), []
 
     def share_buffers(self) -> None:
@@ -243,9 +220,6 @@ def _has_nan(array: Any) -> bool:
     return array.dtype.kind not in "biu" and bool((array != array).any())
 
 
-# --- the training -------------------------------------------------------------------------------------
-
-
 class EngineSteps(OptimizerSteps):
     """Counts the steps of an engine for the elastic state, and undoes what an unfinished step has changed."""
 
@@ -261,7 +235,6 @@ class EngineSteps(OptimizerSteps):
 
 
 def assemble(training: KerasTraining) -> Trainer:
-    """Build the trainer of this worker; raise as `training.train` does."""
     ready = prepare(training)
     given = training.callbacks.load() if training.callbacks is not None else []
     callbacks = [*adapt_callbacks(given, training, ready.model), *training.plan_callbacks()]

@@ -10,29 +10,17 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pyspark.ml.param import Param
-
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.driver_callbacks import DriverCallback
 from spark_elastic.ml import params as to
+from spark_elastic.ml import shared_params as shared
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.estimator import ElasticEstimator
 from spark_elastic.ml.keras.model import ElasticKerasModel
 from spark_elastic.ml.keras.tensorflow_setup import check_backend
-from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting
+from spark_elastic.ml.params import keyword_only, same_keywords, setting
 from spark_elastic.ml.persistence import Codec
-from spark_elastic.ml.shared_params import (
-    BestMode,
-    ColumnsFunction,
-    Compression,
-    Consistency,
-    DType,
-    HandleInvalid,
-    OutputType,
-    PredictionRule,
-    Shapes,
-)
 
 if TYPE_CHECKING:
     import keras
@@ -79,38 +67,35 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
 
     _saved_together: tuple[str, ...] = ()
 
-    model: Param[keras.Model | None]
-    optimizer: Param[keras.Optimizer | str | Mapping[str, Any] | None] = setting(
+    optimizer, getOptimizer, setOptimizer = setting(
         "a keras optimizer, its name, or its configuration. Default: that of the compiled model.", to.anything
     )
-    loss: Param[KerasLoss | Sequence[KerasLoss | None] | Mapping[str, KerasLoss | None] | None] = setting(
+    loss, getLoss, setLoss = setting(
         "as of compile: a name, a keras loss, a function of (label, output); a list, or a dict by output, of several. "
         "Default: that of the compiled model.",
         to.anything,
     )
-    loss_weights: Param[Sequence[float] | Mapping[str, float] | None] = setting(
+    loss_weights, getLossWeights, setLossWeights = setting(
         "as of compile: a factor for each loss, in a list or a dict by output. Default: 1 each.", to.anything
     )
-    metrics: Param[Sequence[Any] | Mapping[str, Any] | None] = setting(
+    metrics, getMetrics, setMetrics = setting(
         "as of compile: names, keras metrics and functions in a list; lists or a dict by output for several. Default: "
         "those of the compiled model.",
         to.anything,
     )
-    weighted_metrics: Param[Sequence[Any] | Mapping[str, Any] | None] = setting(
+    weighted_metrics, getWeightedMetrics, setWeightedMetrics = setting(
         "as of compile: metrics in which rows count by sample_weight_col.", to.anything
     )
-    getWeightedMetrics, setWeightedMetrics = accessors(weighted_metrics)
-    callbacks: Param[KerasCallback | Sequence[KerasCallback] | None] = setting(
+    callbacks, getCallbacks, setCallbacks = setting(
         "list of spark_elastic.ml.callbacks.Callback and keras.callbacks.Callback (in the workers) and "
         "spark_elastic.DriverCallback (on the driver).",
         to.anything,
     )
-    custom_objects: Param[Mapping[str, Any] | None] = setting(
+    custom_objects, getCustomObjects, setCustomObjects = setting(
         "dict of the names and the classes or functions of your own in the model's configuration, unless they are "
         "registered with Keras or the model consists of them.",
         to.dictionary,
     )
-    getCustomObjects, setCustomObjects = accessors(custom_objects)
 
     @keyword_only
     def __init__(
@@ -124,15 +109,15 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         feature_cols: str | Sequence[str] | Sequence[Sequence[str]] | None = None,
         label_cols: str | Sequence[str] | None = None,
         sample_weight_col: str | None = None,
-        input_shapes: Shapes | None = None,
-        input_dtypes: DType | Sequence[DType | None] | None = None,
-        label_shapes: Shapes | None = None,
+        input_shapes: shared.Shapes | None = None,
+        input_dtypes: shared.DType | Sequence[shared.DType | None] | None = None,
+        label_shapes: shared.Shapes | None = None,
         batch_size: int | None = None,
         per_worker_batch_size: int | None = None,
         epochs: int = 1,
         shuffle: bool = True,
         seed: int = 0,
-        consistency: Consistency = "trajectory",
+        consistency: shared.Consistency = "trajectory",
         validation: float | str | None = None,
         metrics: Sequence[Any] | Mapping[str, Any] | None = None,
         weighted_metrics: Sequence[Any] | Mapping[str, Any] | None = None,
@@ -154,12 +139,12 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         checkpoint_seconds: float | None = None,
         keep_checkpoints: int = 3,
         checkpoint_best_of: str | None = None,
-        checkpoint_best_mode: BestMode = "auto",
-        transformation_fn: ColumnsFunction | None = None,
+        checkpoint_best_mode: shared.BestMode = "auto",
+        transformation_fn: shared.ColumnsFunction | None = None,
         accumulation_steps: int = 1,
         gradient_clip_norm: float | None = None,
         gradient_clip_value: float | None = None,
-        gradient_compression: Compression = "none",
+        gradient_compression: shared.Compression = "none",
         sync_batch_norm: bool = True,
         allow_nan_loss: bool = False,
         dataset_id: str | None = None,
@@ -167,13 +152,13 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         data_options: Mapping[str, Any] | None = None,
         custom_objects: Mapping[str, Any] | None = None,
         output_cols: str | Sequence[str] | None = None,
-        output_type: OutputType = "array",
+        output_type: shared.OutputType = "array",
         prediction_col: str = "prediction",
-        prediction: PredictionRule = "auto",
+        prediction: shared.PredictionRule = "auto",
         probability_col: str | None = None,
         raw_prediction_col: str | None = None,
-        handle_invalid: HandleInvalid = "error",
-        inference_fn: ColumnsFunction | None = None,
+        handle_invalid: shared.HandleInvalid = "error",
+        inference_fn: shared.ColumnsFunction | None = None,
         transform_batch_size: int | None = None,
         transform_threads: int = 1,
         transform_device: str = "cpu",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Mapping
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -22,35 +20,13 @@ from spark_elastic.ml.training.spec import Training
 
 Array = npt.NDArray[Any]
 
-FIRST_ROWS = 2
-"""The number of rows from which types and shapes are read."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPart:
-    """Rows that go through the model in one pass; the tensors are in the order of `BatchFeeder.names`."""
-
-    tensors: tuple[Any, ...]
-    rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class KerasBatch:
-    """A worker's share of a global batch, with the numbers of the reader's `Batch`, in parts of accumulation."""
-
-    parts: list[BatchPart]
-    rows: int
-    global_rows: int
-    start: int
-    stop: int
+FIRST_ROWS = 2  # the number of rows from which types and shapes are read
 
 
 class BatchFeeder:
     """A converter of batches to tensors, whose types and shapes are always the same except for the number of rows.
 
-    `names` are those of inputs, labels and sample weight; `specs` has a `tf.TensorSpec` for each, for any number of
-    rows. Raises DataError for columns that cannot be trained on, and InvalidSettingsError if the numbers of labels and
-    losses differ.
+    `names` are those of inputs, labels and sample weight; `specs` has a `tf.TensorSpec` for each.
     """
 
     def __init__(self, training: Training, model: Any, compiled: CompileArguments) -> None:
@@ -127,15 +103,12 @@ class BatchFeeder:
             y = {next(iter(struct)): labels[0]} if isinstance(struct, dict) and len(struct) == 1 else labels[0]
         return (x, y, tensors[-1]) if self._weighted else (x, y)
 
-    def batches(self, batches: Generator[Batch]) -> Generator[KerasBatch]:
-        """Yield the batches as tensors, and close `batches` at the end."""
-        with closing(batches):
-            for batch in batches:
-                parts = [BatchPart(tuple(map(tf.constant, part)), len(part[0])) for part in self.arrays(batch)]
-                yield KerasBatch(parts, batch.rows, batch.global_rows, batch.start, batch.stop)
+    def parts(self, batch: Batch) -> list[tuple[Any, ...]]:
+        """Return a batch as tensors, in parts of accumulation; [] if this worker has no rows of it."""
+        return [tuple(map(tf.constant, part)) for part in self.arrays(batch)]
 
     def arrays(self, batch: Batch, parts: int | None = None) -> list[tuple[Array, ...]]:
-        """Return a batch as tuples of arrays in at most `parts` parts, or those of accumulation; [] without rows."""
+        """Return a batch as arrays in the order of `names`, in at most `parts` parts, or those of accumulation."""
         if not batch.rows:
             return []
         columns = self._columns.convert(batch)
@@ -144,10 +117,9 @@ class BatchFeeder:
         return [tuple(each[start:stop] for each in whole) for start, stop in edges]
 
     @functools.cached_property
-    def first_row(self) -> BatchPart:
+    def first_row(self) -> tuple[Any, ...]:
         """The first row of the training dataset, for a worker without rows that must call the model all the same."""
-        (arrays,) = self.arrays(first_rows(self._training, 1), parts=1)
-        return BatchPart(tuple(map(tf.constant, arrays)), 1)
+        return self.parts(first_rows(self._training, 1))[0]
 
     def _array(self, name: str, spec: Any, columns: Mapping[str, Any]) -> Array:
         value = columns.get(name)

@@ -19,7 +19,6 @@ def adapters_of(model: Any) -> list[tuple[int, Any, list[Array]]]:
 
 
 def restore_adapters(model: Any, adapters: Sequence[tuple[int, Any, Sequence[Array]]]) -> None:
-    """Give a model what `adapters_of` has returned of its original."""
     layers = list(model._flatten_layers()) if adapters else []
     for at, alpha, values in adapters:
         layers[at].lora_alpha = alpha
@@ -28,11 +27,7 @@ def restore_adapters(model: Any, adapters: Sequence[tuple[int, Any, Sequence[Arr
 
 
 def undecayed(value: Any, error: type[Exception]) -> list[str]:
-    """Return the patterns of variables that an optimizer, and those within it, do not decay; [] if there are none.
-
-    Raises:
-        error: `exclude_from_weight_decay` got variables, which are others in another process.
-    """
+    """Return the patterns of variables that an optimizer, and those within it, do not decay; [] if there are none."""
     patterns = []
     while value is not None:
         if getattr(value, "_exclude_from_weight_decay", None):
@@ -65,10 +60,7 @@ def different_values(one: Any, other: Any) -> list[str]:
 
 
 def arguments_of(value: Any) -> list[str]:
-    """Return the plain arguments of a user's object, and of those that it has, that are attributes of their names.
-
-    A get_config may leave them out, or hold the value that they had when the object was made.
-    """
+    """Return the arguments of a user's object and its parts that are attributes: a get_config may leave them out."""
     found = []
     for prefix, each in [("", value), *((f"{name}.", each) for name, each in sorted(vars(value).items()))]:
         if hasattr(type(each), "get_config") and type(each).__module__.partition(".")[0] != "keras":

@@ -23,8 +23,7 @@ from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.preparation import FLOAT, INPUT, Tensors, is_list, model_inputs
 from spark_elastic.ml.run_folder import described
 
-COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
-"""Settings that default to those that the model was compiled with."""
+COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")  # defaults are those of the model
 
 
 class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
@@ -67,11 +66,6 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
     def compile_arguments(self) -> compiling.CompileArguments:
         return compiling.compile_arguments(self.given("model"), **{name: self.given(name) for name in COMPILED})
 
-    def _takes_float32(self, tensor: str) -> bool:
-        inputs = getattr(self.given("model"), "inputs", None) or []
-        at = int(tensor.removeprefix(INPUT)) if tensor.startswith(INPUT) else len(inputs)
-        return at < len(inputs) and str(inputs[at].dtype) == "float32"
-
     def _losses(self) -> list[Any]:
         """Return the loss of each label; [] if the model adds its own."""
         labels = self.given("label_cols") or []
@@ -87,14 +81,17 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
             return made
         if self.given("input_dtypes") is None:
             # Keras casts inputs to the type of the Input. Storing them as that type refuses integers it would round.
-            made |= Tensors({}, {name: FLOAT for name in made.dtypes if self._takes_float32(name)})
+            inputs = enumerate(getattr(self.given("model"), "inputs", None) or [])
+            floats = {f"{INPUT}{at}" for at, each in inputs if str(each.dtype) == "float32"}
+            made |= Tensors({}, dict.fromkeys(floats & made.dtypes.keys(), FLOAT))
         for name, loss in zip(self.given("label_cols"), self._losses(), strict=False):
             kind = compiling.loss_kind(loss)
             if kind is not None and kind.labels == "one-hot" and not is_list(schema[name].dataType):
+                named = getattr(loss, "name", None) or getattr(loss, "__name__", loss)
                 raise DataError(
-                    f"label_cols {name!r} is one number a row, but {compiling.name_of(loss)} needs a value for each "
-                    "class: use sparse_categorical_crossentropy for class numbers, or make a vector of them "
-                    "(OneHotEncoder with dropLast=False)"
+                    f"label_cols {name!r} is one number a row, but {named} needs a value for each class: use "
+                    "sparse_categorical_crossentropy for class numbers, or make a vector of them (OneHotEncoder with "
+                    "dropLast=False)"
                 )
         return made
 
@@ -125,9 +122,8 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
                 f"({found}); a list of lists makes an input of each inner list"
             )
         if self.given("transformation_fn") is None:
-            columns = [field.columns for field in inputs]
-            compiling.check_order("feature_cols", "inputs", names, columns)
-            compiling.check_named("feature_cols", "inputs", getattr(model, "_inputs_struct", None), columns)
+            columns, structure = [field.columns for field in inputs], getattr(model, "_inputs_struct", None)
+            compiling.check_columns("feature_cols", "inputs", names, columns, structure)
         # build() of a subclass without a build of its own only says that it is built
         if model.built and (model.variables or all(each.built for each in model._flatten_layers())):
             return model
@@ -173,14 +169,11 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
         effective = {name: getattr(compiled, name) for name in ("optimizer", "loss", "loss_weights")}
         return {
             **super().identity(),
-            **{name: self._described_value(value) for name, value in effective.items() if value is not None},
+            **{name: described(comparable_config(value)) for name, value in effective.items() if value is not None},
         }
 
     def described(self, name: str) -> str:
-        return self._described_value(self._settings.getOrDefault(name))
-
-    def _described_value(self, value: Any) -> str:
-        return described(comparable_config(value))
+        return described(comparable_config(self._settings.getOrDefault(name)))
 
 
 def _no_model(given: Any) -> str:

@@ -3,9 +3,8 @@
 Keras takes the mean of a loss over the rows of one worker. Multiplied by the worker's share of the rows, these means
 add up to the mean over the batch. `ml.keras.objective` scales other losses so that the same holds for them.
 
-A Keras metric is a set of variables to which batches are added. Here each step begins with empty metrics, and the
-values of their variables after the step are reduced with the gradients. The sums of an epoch are plain float64 numbers,
-which are put into the variables to compute the results.
+Each step begins with empty metrics, and the values of their variables after it are reduced with the gradients. The sums
+of an epoch are plain float64 numbers, which are put into the variables to compute the results.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ from spark_elastic.ml.keras.objective import ScaledLoss, Shares
 from spark_elastic.ml.training.engine import MetricAccumulator, columns_of
 from spark_elastic.ml.training.spec import Piece, Sums
 
-_AUTOMATIC_NUMBER = re.compile(r"_\d+$")
-"""The end of a name that Keras has chosen, which differs between processes."""
-
-# --- losses -------------------------------------------------------------------------------------------
+_AUTOMATIC_NUMBER = re.compile(r"_\d+$")  # the end of a name that Keras has chosen, which differs between processes
 
 
 def complete_losses(compiled: CompileArguments, model: Any) -> CompileArguments:
@@ -46,17 +42,28 @@ def complete_losses(compiled: CompileArguments, model: Any) -> CompileArguments:
 
 
 def count_by_row(compiled: CompileArguments, shares: Shares, averaged: list[str]) -> CompileArguments:
-    """Change losses and metrics so that their sums over workers do not depend on how the batch is divided.
+    """Scale losses by the shares, and weigh metric functions that return one number by rows.
 
-    Losses are scaled by the shares. Metrics that are functions and return one number for all rows are weighted by the
-    number of rows, and their names are added to `averaged` once they are called.
+    The names of such functions are added to `averaged` once they are called.
     """
 
     def scaled(loss: Any) -> Any:
         return None if loss is None else ScaledLoss(loss, shares)
 
     def by_row(metric: Any) -> Any:
-        return _by_row(metric, averaged) if inspect.isfunction(metric) else metric
+        if not inspect.isfunction(metric):
+            return metric
+
+        @functools.wraps(metric)
+        def values(y_true: Any, y_pred: Any) -> Any:
+            value = keras.ops.convert_to_tensor(metric(y_true, y_pred))
+            if len(value.shape):
+                return value
+            if metric.__name__ not in averaged:
+                averaged.append(metric.__name__)
+            return keras.ops.broadcast_to(value, (keras.ops.shape(y_pred)[0],))
+
+        return values
 
     return replace(
         compiled,
@@ -73,55 +80,34 @@ def _each(function: Callable[[Any], Any], values: Any) -> Any:
     return [_each(function, one) for one in values] if isinstance(values, (list, tuple)) else function(values)
 
 
-def _by_row(function: Any, averaged: list[str]) -> Any:
-    @functools.wraps(function)
-    def values(y_true: Any, y_pred: Any) -> Any:
-        value = keras.ops.convert_to_tensor(function(y_true, y_pred))
-        if len(value.shape):
-            return value
-        if function.__name__ not in averaged:
-            averaged.append(function.__name__)
-        return keras.ops.broadcast_to(value, (keras.ops.shape(y_pred)[0],))
-
-    return values
-
-
-def count_losses_by_row(model: Any, shares: Shares) -> None:
-    """Weigh the running means of the losses by rows; Keras weighs them by batches."""
+def weigh_means_by_row(model: Any, shares: Shares) -> None:
+    """Weigh running means by rows, not by batches: of the losses, and of what a user's train_step adds for all rows."""
     for metric in model._compile_loss.metrics if model._compile_loss is not None else ():
 
         def update_state(value: Any, sample_weight: Any = None, plain: Any = metric.update_state) -> Any:
             return plain(value, sample_weight=keras.ops.cast(shares.count, value.dtype))
 
         object.__setattr__(metric, "update_state", update_state)
-
-
-def count_scalars_by_row(model: Any, shares: Shares) -> None:
-    """Weigh what a user's train_step adds to a mean for all rows at once: together, workers count as one batch."""
     if _is_of_keras(model.train_step) and _is_of_keras(model.test_step):
         return
     for metric in single_metrics(model.metrics):
+
+        def update_mean(values: Any, sample_weight: Any = None, plain: Any = metric.update_state) -> Any:
+            values = keras.ops.convert_to_tensor(values)
+            if sample_weight is None and not len(values.shape):
+                sample_weight = keras.ops.cast(shares.rows, keras.config.floatx())
+            return plain(values, sample_weight=sample_weight)
+
         if type(metric).update_state is keras.metrics.Mean.update_state:
-            object.__setattr__(metric, "update_state", functools.partial(_update_by_row, metric.update_state, shares))
-
-
-def _update_by_row(plain: Callable[..., Any], shares: Shares, values: Any, sample_weight: Any = None) -> Any:
-    values = keras.ops.convert_to_tensor(values)
-    if sample_weight is None and not len(values.shape):
-        sample_weight = keras.ops.cast(shares.rows, keras.config.floatx())
-    return plain(values, sample_weight=sample_weight)
-
-
-# --- metrics ------------------------------------------------------------------------------------------
+            object.__setattr__(metric, "update_state", update_mean)
 
 
 class KerasMetricAccumulator(MetricAccumulator):
     """The sums of a compiled model: of its metrics' variables, and of the values that a user's steps return.
 
     The vector: by how much each variable of the metrics exceeds its initial value; the values that a user's train_step
-    returns, times the rows; the rows. All metrics must have created their variables. `returned` has the names of what
-    a user's train_step ("") and test_step ("val_") return, once traced. Raises InvalidSettingsError if a metric has
-    variables that cannot be added up.
+    returns, times the rows; the rows. `returned` has the names of what a user's train_step ("") and test_step ("val_")
+    return, once traced.
     """
 
     def __init__(self, model: Any) -> None:
@@ -155,7 +141,6 @@ class KerasMetricAccumulator(MetricAccumulator):
         self.restore(self._first)
 
     def snapshot(self) -> list[Any]:
-        """Return the present values of the variables, for `restore`."""
         return [variable.value.read_value() for variable in self._variables]
 
     def restore(self, values: Sequence[Any]) -> None:
@@ -174,7 +159,11 @@ class KerasMetricAccumulator(MetricAccumulator):
         """Return the scalars that a user's step has returned, times its rows: float64, shape [number of names]."""
         if _is_of_keras(self._steps[prefix]) or not isinstance(logs, Mapping):
             return tf.zeros([0], tf.float64)
-        scalars = {str(name): value for name, value in logs.items() if _is_scalar(value)}
+        scalars = {
+            str(name): value
+            for name, value in logs.items()
+            if isinstance(value, (int, float)) or tuple(getattr(value, "shape", (1,))) == ()
+        }
         self.returned[prefix] = list(scalars)
         if prefix == "" and "loss" in scalars:
             self.loss_positions = [*self._loss_means(), self._states + list(scalars).index("loss")]
@@ -228,13 +217,7 @@ def _loss_first(logs: dict[str, float]) -> dict[str, float]:
 
 
 def _is_of_keras(step: Any) -> bool:
-    """Return whether a train_step or test_step is Keras's own, and not a user's."""
     return str(step.__func__.__module__).partition(".")[0] == "keras"
-
-
-def _is_scalar(value: Any) -> bool:
-    shape = getattr(value, "shape", None)
-    return isinstance(value, (int, float)) or (shape is not None and tuple(shape) == ())
 
 
 def single_metrics(metrics: Sequence[Any]) -> list[Any]:

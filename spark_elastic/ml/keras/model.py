@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,14 +14,13 @@ from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsErro
 from spark_elastic.ml.keras.pickling import KerasPickle
 from spark_elastic.ml.keras.tensorflow_setup import check_backend, device_name, prefer_backend, set_threads, use_gpus
 from spark_elastic.ml.model import ElasticModel, Fitted
-from spark_elastic.ml.persistence import Codec
+from spark_elastic.ml.persistence import Codec, ElasticReader, SavedParts
 from spark_elastic.ml.serving import Predictor
 from spark_elastic.runs.trust import TRUST, is_trusted
 
 _ARCHIVE = "model.keras"
 _OBJECTS = "custom_objects"
-LAMBDA = "<lambda>"
-"""The name that `serialization.custom_names` gives to lambdas."""
+LAMBDA = "<lambda>"  # the name that `serialization.custom_names` gives to lambdas
 _T = TypeVar("_T", bound="ElasticKerasModel")
 
 
@@ -44,7 +43,8 @@ class ElasticKerasModel(ElasticModel):
     @property
     def keras_model(self) -> Any:
         """The trained Keras model, not compiled. Not a copy."""
-        return self._native_model()
+        self._facts_of_fit()  # raises if there is none
+        return self._native
 
     @classmethod
     def load(cls: type[_T], path: str, *, trusted: bool = False, custom_objects: Mapping[str, Any] | None = None) -> _T:
@@ -61,8 +61,8 @@ class ElasticKerasModel(ElasticModel):
         Raises:
             CheckpointError: the path holds no such model, or a damaged one, or one that needs trust.
         """
-        reader = cls.read().trusted(trusted)
-        return (reader if custom_objects is None else reader.instead(custom_objects=dict(custom_objects))).load(path)
+        instead = {} if custom_objects is None else {_OBJECTS: dict(custom_objects)}
+        return ElasticReader(cls, trusted, **instead).load(path)
 
     @classmethod
     def _codec(cls) -> Codec:
@@ -74,35 +74,31 @@ class ElasticKerasModel(ElasticModel):
     def _attach(self, model: Any, fitted: Fitted, custom_objects: Mapping[str, Any] | None = None) -> None:
         self._native, self._fitted, self._custom_objects = model, fitted, dict(custom_objects or {})
 
-    def _saved_predictor(self) -> KerasSavedPredictor:
+    def _predictor(self) -> Callable[[], Predictor]:
         pickled = KerasPickle.of(self.keras_model, self._custom_objects)
-        return KerasSavedPredictor(pickled, self._given("transform_device"), self._given("transform_threads"))
+        return partial(_load_predictor, pickled, self._given("transform_device"), self._given("transform_threads"))
 
     # Saving. The architecture is a configuration, which runs no code; the user's classes that it names are separate.
 
-    def _facts(self) -> dict[str, Any]:
-        return {**super()._facts(), _OBJECTS: self._custom_names()}
+    def _parts(self) -> SavedParts:
+        from spark_elastic.ml.keras.serialization import architecture, custom_names, custom_objects_of, model_to_archive
 
-    def _files(self) -> dict[str, bytes]:
-        from spark_elastic.ml.keras.serialization import model_to_archive
-
-        return {_ARCHIVE: model_to_archive(self.keras_model)}
-
-    def _objects(self) -> dict[str, Any]:
-        from spark_elastic.ml.keras.serialization import custom_objects_of
-
+        model = self.keras_model
+        names = custom_names(model, architecture(model))
         # the code of Lambda layers is in the archive itself
-        names = [name for name in self._custom_names() if name != LAMBDA]
-        return {_OBJECTS: custom_objects_of(self.keras_model, names, self._custom_objects)} if names else {}
-
-    def _running(self) -> list[str]:
-        return ["Lambda layers"] if LAMBDA in self._custom_names() else []
+        own = [name for name in names if name != LAMBDA]
+        return SavedParts(
+            {**self._facts_of_fit().to_json(), _OBJECTS: names},
+            {_ARCHIVE: model_to_archive(model)},
+            {_OBJECTS: custom_objects_of(model, own, self._custom_objects)} if own else {},
+            ["Lambda layers"] if LAMBDA in names else [],
+        )
 
     @classmethod
     def _present(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
         import keras
 
-        found = {name: keras.saving.get_registered_object(name) for name in _custom(facts) if name != LAMBDA}
+        found = {name: keras.saving.get_registered_object(name) for name in names_in(facts, _OBJECTS) if name != LAMBDA}
         return {_OBJECTS: found} if found and None not in found.values() else {}
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
@@ -112,57 +108,35 @@ class ElasticKerasModel(ElasticModel):
         given, safe = objects.get(_OBJECTS, {}), not is_trusted()
         if _ARCHIVE not in files or not isinstance(given, dict):
             raise CheckpointError("the metadata of the saved model is damaged: it names no archive, or odd objects")
-        if safe and LAMBDA in _custom(facts):
+        names = names_in(facts, _OBJECTS)
+        if safe and LAMBDA in names:
             raise CheckpointError(f"{_ARCHIVE} has Lambda layers, which are code that loading it runs. {TRUST}")
         try:
             self._native = model_from_archive(files[_ARCHIVE], given, safe=safe)
         except Exception as error:  # Keras raises errors of many classes
             why = str(error).partition("\n")[0]
-            needed = [name for name in _custom(facts) if name not in given]
+            needed = [name for name in names if name not in given]
             hint = f" (it needs {', '.join(needed)})" if needed else ""
             raise CheckpointError(f"{_ARCHIVE} cannot be loaded: {type(error).__name__}: {why}{hint}") from error
         self._custom_objects = given
 
-    def _custom_names(self) -> list[str]:
-        from spark_elastic.ml.keras.serialization import architecture, custom_names
 
-        return custom_names(self.keras_model, architecture(self.keras_model))
+def _load_predictor(model: KerasPickle, transform_device: str, threads: int) -> Predictor:
+    """Load a model on an executor's device. TensorFlow takes `threads` only before it runs in a process."""
+    prefer_backend()
+    import tensorflow as tf
 
-
-def _custom(facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of a saved model's custom objects. Raise `CheckpointError` if the metadata has none."""
+    device = device_name(transform_device)
+    use_gpus([] if device.startswith("/CPU") else tf.config.list_physical_devices("GPU"))
+    set_threads(threads)
     try:
-        return names_in(facts, _OBJECTS)
-    except ValueError as error:
-        raise CheckpointError(f"the metadata of the saved model is damaged: {error}") from error
-
-
-@dataclass(frozen=True)
-class KerasSavedPredictor:
-    """A model in the form that is sent to executors. TensorFlow takes `threads` only before it runs in a process."""
-
-    model: KerasPickle
-    device: str
-    threads: int
-
-    def load(self) -> Predictor:
-        """Load the model on the device; raise InvalidSettingsError if there is no such device."""
-        prefer_backend()
-        import tensorflow as tf
-
-        device = device_name(self.device)
-        use_gpus([] if device.startswith("/CPU") else tf.config.list_physical_devices("GPU"))
-        set_threads(self.threads)
-        try:
-            with tf.device(device):
-                tf.constant(0.0)
-                return KerasPredictor(self.model.load(), device)
-        except (RuntimeError, ValueError) as error:
-            if "device" not in str(error).lower():
-                raise
-            raise InvalidSettingsError(
-                f"transform_device={self.device!r} cannot be used on this executor: {error}"
-            ) from error
+        with tf.device(device):
+            tf.constant(0.0)
+            return KerasPredictor(model.load(), device)
+    except (RuntimeError, ValueError) as error:
+        if "device" not in str(error).lower():
+            raise
+        raise InvalidSettingsError(f"{transform_device=!r} cannot be used on this executor: {error}") from error
 
 
 class KerasPredictor:

@@ -22,28 +22,17 @@ SUM, BY_WEIGHT = "sum", "mean_with_sample_weight"
 
 @dataclass
 class Shares:
-    """The part that some rows are of their global batch; numbers, or tensors while a graph is traced.
-
-    Attributes:
-        rows: the number of these rows, `count`, divided by the rows of the batch.
-        totals: the denominator of each loss in the whole batch; [] if these rows are the whole batch.
-        terms: the number of losses.
-        counted: the numbers of the losses whose denominators have to be counted, once a step is traced.
-        scalars: the numbers of the losses that return one value for all rows.
-        values: the value of each loss for these rows, by its number.
-        counts: the denominator of each counted loss in these rows, by its number.
-        building: losses return zero, because only the structure of the model's losses is needed.
-    """
+    """The part that some rows are of their global batch; numbers, or tensors while a graph is traced."""
 
     count: Any = 1.0
-    rows: Any = 1.0
-    totals: Sequence[Any] = ()
-    terms: int = 0
-    counted: set[int] = field(default_factory=set)
-    scalars: set[int] = field(default_factory=set)
-    values: dict[int, Any] = field(default_factory=dict)
-    counts: dict[int, Any] = field(default_factory=dict)
-    building: bool = False
+    rows: Any = 1.0  # the number of these rows, `count`, divided by the rows of the batch
+    totals: Sequence[Any] = ()  # the denominator of each loss in the whole batch; [] if these rows are the whole batch
+    terms: int = 0  # the number of losses
+    counted: set[int] = field(default_factory=set)  # the losses whose denominators are counted, once a step is traced
+    scalars: set[int] = field(default_factory=set)  # the numbers of the losses that return one value for all rows
+    values: dict[int, Any] = field(default_factory=dict)  # the value of each loss for these rows, by its number
+    counts: dict[int, Any] = field(default_factory=dict)  # the denominator of each counted loss in these rows
+    building: bool = False  # losses return zero, because only the structure of the model's losses is needed
 
     @contextmanager
     def for_part(self, part: Any) -> Iterator[None]:
@@ -61,8 +50,7 @@ class ScaledLoss(keras.losses.Loss):
     """A loss that is scaled so that its values times `shares.rows`, added up over workers, are the batch's loss.
 
     The sum of the values times sample weights and mask is divided by the denominator of the whole batch: the number of
-    unmasked elements, or the sum of their weights for "mean_with_sample_weight". The loss may also return a numerator
-    and a denominator, which are used as they are.
+    unmasked elements, or the sum of their weights for "mean_with_sample_weight"; or by one that the loss returns.
     """
 
     def __init__(self, given: Any, shares: Shares, number: int = 0) -> None:
@@ -110,7 +98,10 @@ class ScaledLoss(keras.losses.Loss):
             return whole / keras.ops.cast(self._shares.rows, whole.dtype), None
         if factors and (self.reduction == BY_WEIGHT or mask is not None) and self.reduction not in (None, "none"):
             counted = factors if self.reduction == BY_WEIGHT else factors[-1:]  # the mask
-            return whole, _count(counted, values)
+            product = keras.ops.ones_like(values, dtype="float64")
+            for each in counted:
+                product = product * keras.ops.cast(each, "float64")
+            return whole, keras.ops.sum(product)
         mean = keras.ops.mean(numerator)
         if self.reduction in (None, "none"):  # Keras reports the mean, and its gradient is that of the sum
             whole = whole / keras.ops.cast(self._shares.rows, whole.dtype)
@@ -157,13 +148,6 @@ def _aligned(factor: Any, values: Any) -> Any:
         )
     shape = keras.ops.shape(factor)
     return keras.ops.reshape(factor, shape[:missing] if missing < 0 else (*shape, *[1] * missing))
-
-
-def _count(factors: Sequence[Any], values: Any) -> Any:
-    product = keras.ops.ones_like(values, dtype="float64")
-    for each in factors:
-        product = product * keras.ops.cast(each, "float64")
-    return keras.ops.sum(product)
 
 
 def variables_of_losses(model: Any) -> list[Any]:

@@ -1,7 +1,6 @@
 """Pickle Keras objects for other processes, together with the user's classes and functions that they refer to.
 
-A plain pickle of a Keras object can be loaded only where its classes can be imported, and loading it imports TensorFlow
-at once. A `KerasPickle` is bytes until `load` is called, and contains the user's classes, even those of `__main__`.
+A `KerasPickle` is bytes until `load` is called, because loading a plain pickle imports TensorFlow at once.
 """
 
 from __future__ import annotations
@@ -20,26 +19,17 @@ from spark_elastic.ml.keras.tensorflow_setup import prefer_backend
 
 @dataclass(slots=True, eq=False, repr=False)
 class KerasPickle:
-    """A pickled value; each call of `load` returns a new copy.
-
-    A model comes back built, with its weights, and not compiled; a built layer with its weights; optimizers, metrics
-    and losses come back as new ones with the same settings.
-    """
+    """A pickled value; each call of `load` returns a new copy: models are not compiled, optimizers have no steps."""
 
     _file: bytes
 
     @classmethod
     def of(cls, value: Any, custom_objects: Mapping[str, Any] | None = None) -> KerasPickle:
-        """Pickle Keras objects and plain values, with the user's classes in them; raise what pickle and Keras raise."""
         return cls(dumps(value, custom_objects))
 
     def load(self) -> Any:
         prefer_backend()
         return pickle.loads(self._file)
-
-    def __len__(self) -> int:
-        """Return the number of bytes."""
-        return len(self._file)
 
 
 def dumps(value: Any, custom_objects: Mapping[str, Any] | None = None, *, compiled: bool = False) -> bytes:
@@ -97,11 +87,8 @@ def load_model(
     flags: Any = None,
     adapters: Any = (),
 ) -> Any:
-    """Load a pickled model from its archive, compiled with `arguments` and the optimizer's values, if there are any.
-
-    `flags` are the fields of `serialization.Flags`, `adapters` what `fidelity.adapters_of` has returned.
-    """
-    from spark_elastic.ml.keras.compiling import compile_again
+    """Load a model from its archive, with its `Flags`, what it was compiled with, and its `fidelity.adapters_of`."""
+    from spark_elastic.ml.keras.compiling import build_optimizer
     from spark_elastic.ml.keras.fidelity import restore_adapters
     from spark_elastic.ml.keras.serialization import Flags, model_from_archive
 
@@ -111,7 +98,9 @@ def load_model(
         Flags(*flags).restore(model)
     restore_adapters(model, adapters)
     if arguments:
-        compile_again(model, arguments, values)
+        model.compile(**arguments)
+        if values is not None:
+            build_optimizer(model, values)
     return model
 
 
@@ -128,7 +117,6 @@ def load_object(config: Any, custom_objects: Mapping[str, Any], patterns: Sequen
 
 
 def load_layer(config: Any, custom_objects: Mapping[str, Any], flags: Any, weights: Sequence[Any]) -> Any:
-    """Load a pickled layer that is built, with its weights."""
     from spark_elastic.ml.keras.serialization import Flags
 
     with Flags(*flags).creating():

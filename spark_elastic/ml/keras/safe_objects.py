@@ -20,7 +20,7 @@ from spark_elastic.errors import CheckpointError
 from spark_elastic.keras.archives import archive_config, check_names_no_files
 from spark_elastic.ml import callbacks as own_callbacks
 from spark_elastic.ml.keras import pickling
-from spark_elastic.ml.keras.compiling import compile_again, compiled_with, values_of
+from spark_elastic.ml.keras.compiling import build_optimizer, compiled_with, values_of
 from spark_elastic.ml.keras.fidelity import adapters_of, undecayed
 from spark_elastic.ml.keras.serialization import config_of, custom_names, model_from_archive, model_to_archive
 from spark_elastic.runs import trust
@@ -69,7 +69,6 @@ def loads(file: bytes) -> Any:
 
 
 def pickled(value: Any) -> bytes:
-    """Return a pickle of the value, with the user's classes and functions in it."""
     return pickling.dumps(value, compiled=True)
 
 
@@ -122,7 +121,9 @@ def _read(node: Any, archive: zipfile.ZipFile) -> Any:
         name, arguments, values = value
         model = model_from_archive(archive.read(name), safe=True)
         if arguments := _read(arguments, archive):
-            compile_again(model, arguments, _read(values, archive))
+            model.compile(**arguments)
+            if (values := _read(values, archive)) is not None:
+                build_optimizer(model, values)
         return model
     if kind == "array":
         return np.load(io.BytesIO(archive.read(value)), allow_pickle=False)

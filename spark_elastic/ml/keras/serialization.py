@@ -28,7 +28,6 @@ from spark_elastic.runs import trust
 
 Array = npt.NDArray[Any]
 
-# --- models as `.keras` archives, without the arguments they were compiled with -----------------------
 
 _saving = threading.Lock()
 
@@ -42,10 +41,7 @@ def model_to_archive(model: Any) -> bytes:
 
 
 def model_from_archive(file: bytes, custom_objects: Mapping[str, Any] | None = None, *, safe: bool = False) -> Any:
-    """Load a model, not compiled; raise Keras's own errors, and CheckpointError if the archive refers to other files.
-
-    `safe` refuses Lambda layers, which are code in the archive, and versions of Keras whose safe mode is not safe.
-    """
+    """Load a model, not compiled; `safe` refuses Lambda layers, which are code, and unsafe versions of Keras."""
     if safe:
         trust.KERAS.check(keras.__version__)
     check_self_contained(file, custom_objects or {}, safe=safe)
@@ -74,16 +70,11 @@ def _as_uncompiled(model: Any) -> Iterator[None]:
                 vars(each)["compiled"] = True
 
 
-# --- what a configuration leaves out ------------------------------------------------------------------
-
-
 class Flags(NamedTuple):
     """What an archive leaves out of a built model: of its layers and variables, in their order."""
 
-    policies: list[Any]
-    """The configuration of each layer's dtype policy; a model has its own, and so have layers within layers."""
-    layers: list[bool]
-    """Whether each layer is trainable; the same for the variables."""
+    policies: list[Any]  # the configuration of each layer's dtype policy, also of those within layers
+    layers: list[bool]  # whether each layer is trainable; the same for the variables
     variables: list[bool]
 
     @classmethod
@@ -116,8 +107,6 @@ class Flags(NamedTuple):
             if variable.trainable != trainable:
                 variable.trainable = trainable
 
-
-# --- weights as arrays, in a file that can be read without running code ---------------------------------
 
 _TYPES = "types.json"
 
@@ -186,18 +175,13 @@ def assign(variables: Sequence[Any], values: Mapping[str, Array], prefix: str = 
         variable.assign(value)
 
 
-# --- the user's classes and functions that a configuration names ----------------------------------------
-
-_KEPT_BY_KERAS = ("name", "dtype", "trainable", "reduction")
-"""Arguments that Keras itself writes into a configuration."""
+_KEPT_BY_KERAS = ("name", "dtype", "trainable", "reduction")  # arguments that Keras itself writes into a configuration
 
 
 def custom_names(value: Any, config: Any) -> list[str]:
     """Return the names in the configuration of `value` that are not Keras's own; a lambda is "<lambda>".
 
-    To load the configuration, `custom_objects` must have these names, unless they are registered with Keras. Raises
-    NotPicklableError if a function has the name of one of Keras's, which Keras would load instead, and for a lambda
-    that uses names of its module, which Keras leaves out.
+    To load the configuration, `custom_objects` must have these names, unless they are registered with Keras.
     """
     for name, each in _custom_parts(value):
         if isinstance(each, FunctionType) and is_builtin(name):
@@ -205,12 +189,18 @@ def custom_names(value: Any, config: Any) -> list[str]:
                 f"the function {name} has the name of one of Keras's, which the model would get instead of it; give it "
                 "another name"
             )
-    if used := _globals_of_lambdas(config):
-        raise NotPicklableError(
-            f"a lambda in {getattr(value, 'name', type(value).__name__)} uses {', '.join(used)}, and Keras keeps of a "
-            "lambda its code alone, without what its module has under these names; give a function with a name (def)"
-        )
-    return [name for name in _names_in(config) if not is_builtin(name)]
+    for node in _mappings_in(config):
+        if node.get("class_name") == "__lambda__":
+            kept = node["config"]
+            code = marshal.loads(base64.b64decode(kept["code"] if "code" in kept else kept["value"][0]))
+            if used := dict.fromkeys(_globals_of(code)):
+                raise NotPicklableError(
+                    f"a lambda in {getattr(value, 'name', type(value).__name__)} uses {', '.join(used)}, and Keras "
+                    "keeps of a lambda its code alone, without what its module has under these names; give a function "
+                    "with a name (def)"
+                )
+    names = filter(None, map(_name, _mappings_in(config)))
+    return [name for name in dict.fromkeys(names) if not is_builtin(name)]
 
 
 def custom_objects_of(value: Any, names: Sequence[str], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -226,10 +216,7 @@ def custom_objects_of(value: Any, names: Sequence[str], given: Mapping[str, Any]
 
 
 def config_of(value: Any) -> Any:
-    """Return Keras's configuration of an object, with those arguments of a loss or metric that Keras leaves out.
-
-    Keras 3.15 leaves out `dtype` of all losses, `delta` of Huber and `axis` of some others.
-    """
+    """Return Keras's configuration of an object, with what Keras leaves out: dtypes of losses, Huber's `delta`, ..."""
     config = keras.saving.serialize_keras_object(value)
     if type(value).__module__.partition(".")[0] != "keras":
         return config
@@ -254,10 +241,7 @@ def is_builtin(function: str) -> bool:
 
 
 def check_config(value: Any, error: type[Exception]) -> None:
-    """Raise `error` if the configuration of `value` leaves out arguments of its constructor.
-
-    Keras writes the arguments by itself for layers only: a Model gets their defaults, a Metric nothing.
-    """
+    """Raise `error` if a configuration leaves out arguments of the constructor, which Keras writes for layers alone."""
     kind = type(value)
     maker = next(each for each in kind.__mro__ if "__init__" in vars(each))
     teller = next((each for each in kind.__mro__ if "get_config" in vars(each)), object)
@@ -272,42 +256,26 @@ def check_config(value: Any, error: type[Exception]) -> None:
         raise error(f"{name}.get_config() leaves out arguments of {name}.__init__; it has to return all of them")
 
 
-def _names_in(config: Any) -> list[str]:
-    """Return all names in a configuration that may be a user's; Keras does not record the module of a function."""
-    found: dict[str, None] = {}
-    stack = [config]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, (list, tuple)):
-            stack += reversed(node)
-        elif isinstance(node, Mapping):
-            if (name := _name(node)) is not None:
-                found[name] = None
-            stack += reversed(list(node.values()))
-    return list(found)
+def _mappings_in(config: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield all mappings in a configuration, each before those in it."""
+    if isinstance(config, Mapping):
+        yield config
+        config = list(config.values())
+    for each in config if isinstance(config, (list, tuple)) else ():
+        yield from _mappings_in(each)
 
 
-def _globals_of_lambdas(config: Any) -> list[str]:
-    """Return the names that lambdas in a configuration have from their modules."""
-    found: dict[str, None] = {}
-    stack = [config]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, CodeType):
-            loads = [each.argval for each in dis.get_instructions(node) if each.opname == "LOAD_GLOBAL"]
-            found |= dict.fromkeys(name for name in loads if not hasattr(builtins, name))
-            stack += node.co_consts
-        elif isinstance(node, (list, tuple)):
-            stack += node
-        elif isinstance(node, Mapping):
-            if node.get("class_name") == "__lambda__":
-                kept = node["config"]
-                stack.append(marshal.loads(base64.b64decode(kept["code"] if "code" in kept else kept["value"][0])))
-            stack += node.values()
-    return list(found)
+def _globals_of(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function, and those defined in it, have from their module."""
+    loads = [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]
+    yield from (name for name in loads if not hasattr(builtins, name))
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _globals_of(each)
 
 
 def _name(node: Mapping[str, Any]) -> str | None:
+    """Return the name in a node that may be a user's; Keras does not record the module of a function."""
     kind = node.get("class_name")
     if not isinstance(kind, str) or "config" not in node:
         return None
@@ -342,10 +310,7 @@ def _custom_parts(value: Any) -> Iterator[tuple[str, Any]]:
             stack += getattr(each, "__dict__", {}).values()
 
 
-# --- configurations that two processes can compare ------------------------------------------------------
-
-_PROCESS_KEYS = ("shared_object_id", "compile_config", "build_config", "registered_name")
-"""Entries of a configuration that differ between processes."""
+_PROCESS_KEYS = ("shared_object_id", "compile_config", "build_config", "registered_name")  # differ between processes
 
 
 def comparable_config(value: Any) -> Any:

@@ -14,7 +14,7 @@ MODEL_FILE = "model.weights.npz"
 
 
 def global_config() -> dict[str, Any]:
-    """Return the global settings of Keras that layers, losses and initializers depend on, for `adopt`."""
+    """Return the global settings of Keras that layers, losses and initializers depend on."""
     import keras
 
     return {
@@ -25,32 +25,12 @@ def global_config() -> dict[str, Any]:
     }
 
 
-def adopt(config: Mapping[str, Any]) -> None:
-    """Give this process the global settings of Keras of another one."""
-    import keras
-
-    for name, value in config.items():
-        getattr(keras.config, f"set_{name}")(value)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KerasTraining(Training):
-    """One training of a Keras model; `Training` describes the settings that every framework has.
+    """One training of a Keras model; `Training` describes the settings that every framework has."""
 
-    Attributes:
-        model: a built `keras.Model`, without the arguments that it was compiled with.
-        compiled: `CompileArguments`. Labels belong to the outputs that have a loss, in the order of the outputs.
-        optimizer_values: the values of the optimizer's variables, in their order, if it has done steps already.
-        callbacks: a list of this package's callbacks and of `keras.callbacks.Callback`.
-        config: global settings of Keras by name, such as "floatx", as they are where the model was made.
-    """
-
-    model: KerasPickle
-    compiled: KerasPickle
-    optimizer_values: Sequence[Any] | None = None
-    callbacks: KerasPickle | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def model_nbytes(self) -> int:
-        return len(self.model)  # with its weights
+    model: KerasPickle  # a built `keras.Model`, without the arguments that it was compiled with
+    compiled: KerasPickle  # `CompileArguments`. Labels belong to the outputs that have a loss, in their order
+    optimizer_values: Sequence[Any] | None = None  # of its variables, in their order, if it has done steps already
+    callbacks: KerasPickle | None = None  # a list of this package's callbacks and of `keras.callbacks.Callback`
+    config: Mapping[str, Any] = field(default_factory=dict)  # global settings of Keras by name, such as "floatx"

@@ -16,23 +16,19 @@ import tensorflow as tf
 import torch
 
 from spark_elastic.collective.batch_statistics import without_rows
-from spark_elastic.collective.reduction import Compression, Sum
+from spark_elastic.collective.operators import Compression, Sum
 from spark_elastic.errors import InvalidSettingsError
-from spark_elastic.ml.keras.feeding import BatchFeeder, BatchPart, KerasBatch
+from spark_elastic.ml.keras.feeding import BatchFeeder
 from spark_elastic.ml.keras.metrics import KerasMetricAccumulator
 from spark_elastic.ml.keras.objective import Shares, variables_of_losses
 from spark_elastic.ml.training.spec import Training
 from spark_elastic.tensorflow.gradients import GradientReducer
 
-# --- the gradients of a train_step --------------------------------------------------------------------
-
 
 class GradientRecord:
     """A context in which `optimizer.apply` records the gradients, multiplied by `share`, instead of applying them.
 
-    A `train_step` updates the metrics and then ends with `optimizer.apply`. So gradients and metrics can be reduced
-    together once the gradients are recorded. `grads` has a `tf.Tensor`, `tf.IndexedSlices` or None for each of
-    `variables`. Raises InvalidSettingsError if `apply` was not called exactly once, or without any gradient.
+    So they can be reduced together with the metrics. Raises InvalidSettingsError unless `apply` is called just once.
     """
 
     def __init__(self, optimizer: Any, share: Any) -> None:
@@ -88,19 +84,14 @@ class GradientRecord:
             self.grads = [_times(grad, self._share) for grad in self.grads]
 
 
-# --- the graphs ---------------------------------------------------------------------------------------
-
-_WRITES = re.compile("Assign(Add|Sub)?VariableOp|Resource(Sparse)?Apply|ResourceScatter")
-"""The operations of TensorFlow that change a variable."""
-OF_STEP = tf.TensorSpec([3], tf.int64)
-"""The spec of a tensor with the seed of a step, which is two numbers, and 1 if this worker asks to stop."""
+_WRITES = re.compile("Assign(Add|Sub)?VariableOp|Resource(Sparse)?Apply|ResourceScatter")  # that change a variable
+OF_STEP = tf.TensorSpec([3], tf.int64)  # the seed of the step, two numbers, and 1 if this worker asks to stop
 
 
 class StepGraphs:
     """The graphs of one compiled model's steps; they set the `shares` that its losses are scaled by.
 
-    `buffers` are the variables that a forward pass and the losses change: running means and the like. Raises
-    InvalidSettingsError if the model's train_step cannot be used.
+    `buffers` are the variables that a forward pass and the losses change: running means and the like.
     """
 
     def __init__(
@@ -117,14 +108,10 @@ class StepGraphs:
         self._before = [tf.Variable(each.value, trainable=False) for each in self.buffers]
         self._reducer = GradientReducer(op=Sum, compression=getattr(Compression, training.compression))
         self._variables: list[Any] = []
-        self._zeros: list[Callable[[], Any]] = []
-        """Functions that make zeros in place of each gradient, for a worker without rows of a batch."""
+        self._zeros: list[Callable[[], Any]] = []  # make zeros in place of each gradient, for a worker without rows
         specs = tuple(feeder.specs)
+        # of the number of rows, their share, and the denominators of the losses: one tensor, because each costs time
         of_part = tf.TensorSpec([2 + shares.terms], tf.float64)
-        """The spec of a part's number of rows, their share of the batch, and the denominators of the losses in it.
-
-        One tensor for all, because each tensor that is created for a call costs time.
-        """
 
         def graph(function: Any, *signature: Any) -> Any:
             # without autograph, as Keras traces a train_step
@@ -143,8 +130,6 @@ class StepGraphs:
         self._whole = self._traced_whole.get_concrete_function()
         if training.validates:
             self.evaluate = graph(self._evaluated, specs, of_part).get_concrete_function()
-
-    # --- parts of a step, in graphs ---------------------------------------------------------------
 
     def _begun(self, of_step: Any) -> None:
         """Save the buffers, so that a failed step can be undone; set the step's seeds and reset the metrics."""
@@ -179,12 +164,18 @@ class StepGraphs:
         norm, value = self._training.clip_norm, self._training.clip_value
         scale = self._optimizer.scale_loss(tf.constant(1.0))  # the factor by which loss scaling enlarges gradients
         if norm is not None:
-            whole = [_values(_unique_indices(each)) for each in grads if each is not None]
-            squares = [tf.reduce_sum(tf.cast(each, tf.float64) ** 2) for each in whole]
+            whole = [_unique_indices(each) for each in grads if each is not None]
+            values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in whole]
+            squares = [tf.reduce_sum(tf.cast(each, tf.float64) ** 2) for each in values]
             longest = norm * tf.cast(scale, tf.float64)
             grads = [_times(grad, longest / tf.maximum(longest, tf.sqrt(tf.add_n(squares)))) for grad in grads]
         if value is not None:
-            grads = [_bounded(_unique_indices(grad), value * tf.cast(scale, tf.float64)) for grad in grads]
+            most = value * tf.cast(scale, tf.float64)
+
+            def bounded(each: Any) -> Any:
+                return tf.clip_by_value(each, tf.cast(-most, each.dtype), tf.cast(most, each.dtype))
+
+            grads = [_map_values(bounded, _unique_indices(grad)) for grad in grads]
         return grads
 
     def _whole_step(self, tensors: Any, of_part: Any, of_step: Any) -> Any:
@@ -213,33 +204,22 @@ class StepGraphs:
         none = tf.zeros([], tf.float64)
         return tf.stack([counts.get(number, none) for number in range(self._shares.terms)])
 
-    # --- calls ------------------------------------------------------------------------------------
-
-    def totals(self, parts: Iterable[BatchPart], reduce: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
+    def totals(self, parts: Iterable[Any], reduce: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
         """Return each loss's denominator in the whole batch; `reduce` adds up float64 [losses] over all workers."""
         if not self._shares.counted:
             return [1.0] * self._shares.terms
-        own = sum((self._count(part.tensors).numpy() for part in parts), np.zeros(self._shares.terms))
+        own = sum((self._count(part).numpy() for part in parts), np.zeros(self._shares.terms))
         return list(reduce(torch.from_numpy(own)).tolist())
 
     def step(
-        self, batch: KerasBatch, totals: Sequence[float], key: Sequence[int], stop: bool, uncounted: Sequence[BatchPart]
+        self, parts: Sequence[Any], uncounted: Sequence[Any], global_rows: int, totals: Sequence[float], of_step: Any
     ) -> Any:
-        """Reduce the gradients of all parts of a batch and apply them. If it raises, `undo_step` undoes it.
+        """Reduce the gradients of a batch and apply them. If it raises, `undo_step` undoes it.
 
-        Args:
-            batch: this worker's share of the batch.
-            totals: the denominators of the losses in the whole batch.
-            key: the seed of the step, two numbers.
-            stop: this worker asks to stop.
-            uncounted: passes made only so that layers run equally often on all workers; they change neither gradients
-                nor metrics.
-
-        Returns:
-            A float64 tensor: the sums of `KerasMetricAccumulator`, then the number of workers that ask to stop.
+        `parts` are this worker's tensors of a batch of `global_rows`, `uncounted` those of passes made only so that
+        layers run equally often on all workers. Returns the sums of `KerasMetricAccumulator` over all workers, float64,
+        and then how many of them ask to stop.
         """
-        parts, global_rows = batch.parts, batch.global_rows
-        of_step = tf.constant([*key, int(stop)], tf.int64)
         if len(parts) == 1 and not uncounted:
             return self._whole(*part_arguments(parts[0], global_rows, totals), of_step)
         self._begin(of_step)
@@ -249,15 +229,14 @@ class StepGraphs:
             summed = of_part if summed is None else self._add(summed, of_part)
         with without_rows():
             for part in uncounted:
-                self._uncounted(part.tensors, tf.constant([0.0, 0.0, *totals], tf.float64))
+                self._uncounted(part, tf.constant([0.0, 0.0, *totals], tf.float64))
         if summed is None:  # no rows
             summed = [zeros() for zeros in self._zeros], tf.zeros([len(self._metrics.returned[""])], tf.float64)
         grads, returned = summed
-        rows = tf.constant(float(sum(part.rows for part in parts)), tf.float64)
+        rows = tf.constant(float(sum(len(part[0]) for part in parts)), tf.float64)
         return self._finish(grads, returned, rows, of_step)
 
     def undo_step(self) -> None:
-        """Undo the changes of a failed step's forward pass."""
         for variable, copy in zip(self.buffers, self._before, strict=True):
             variable.assign(copy)
 
@@ -275,9 +254,10 @@ def _check_unchanged(model: Any, graph: Any) -> None:
         )
 
 
-def part_arguments(part: BatchPart, global_rows: int, totals: Sequence[float]) -> tuple[Any, ...]:
-    """Return the arguments of a graph for some rows of a batch; see `StepGraphs.totals`."""
-    return part.tensors, tf.constant([part.rows, part.rows / global_rows, *totals], tf.float64)
+def part_arguments(part: Sequence[Any], global_rows: int, totals: Sequence[float]) -> tuple[Any, ...]:
+    """Return the arguments of a graph for the tensors of some rows of a batch; see `StepGraphs.totals`."""
+    rows = len(part[0])
+    return part, tf.constant([rows, rows / global_rows, *totals], tf.float64)
 
 
 def buffers_of(model: Any) -> list[Any]:
@@ -287,12 +267,8 @@ def buffers_of(model: Any) -> list[Any]:
 
 
 def seeds_of(model: Any) -> list[Any]:
-    """Return the states of the model's random generators."""
     known = {id(each) for each in model.weights}
     return [each for each in model.variables if id(each) not in known and tuple(each.shape) == (2,)]
-
-
-# --- dense and sparse gradients -----------------------------------------------------------------------
 
 
 def _zeros_like(grad: Any, shape: tuple[int, ...]) -> Callable[[], Any]:
@@ -318,31 +294,20 @@ def _times(grad: Any, factor: Any) -> Any:
     return _map_values(lambda values: values * tf.cast(factor, values.dtype), grad)
 
 
-def _bounded(grad: Any, most: Any) -> Any:
-    limits = (-most, most)
-    return _map_values(lambda each: tf.clip_by_value(each, *(tf.cast(limit, each.dtype) for limit in limits)), grad)
-
-
 def _sum(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
-    return [_plus(a, b) for a, b in zip(one[0], other[0], strict=True)], one[1] + other[1]
+    """Add the gradients, and the values that train_step returned, of two parts of a batch."""
 
+    def plus(grad: Any, more: Any) -> Any:
+        if isinstance(grad, tf.IndexedSlices):
+            values = tf.concat([grad.values, more.values], 0)
+            return tf.IndexedSlices(values, tf.concat([grad.indices, more.indices], 0), grad.dense_shape)
+        return None if grad is None else grad + more
 
-def _plus(one: Any, other: Any) -> Any:
-    if isinstance(one, tf.IndexedSlices):
-        values = tf.concat([one.values, other.values], 0)
-        return tf.IndexedSlices(values, tf.concat([one.indices, other.indices], 0), one.dense_shape)
-    return None if one is None else one + other
-
-
-def _values(grad: Any) -> Any:
-    return grad.values if isinstance(grad, tf.IndexedSlices) else grad
+    return [plus(a, b) for a, b in zip(one[0], other[0], strict=True)], one[1] + other[1]
 
 
 def _unique_indices(grad: Any) -> Any:
-    """Add up entries of a sparse gradient with the same index, which clipping would take for single gradients.
-
-    Elsewhere they are left as they are: optimizers such as Adam square each entry, in `model.fit` too.
-    """
+    """Add up entries of a sparse gradient with the same index, which clipping would take for single gradients."""
     if not isinstance(grad, tf.IndexedSlices):
         return grad
     indices, which = tf.unique(grad.indices)

@@ -21,8 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import check_one_best
-from spark_elastic.ml.torch.batch_norm import single_row_norm
-from spark_elastic.ml.torch.engine import objective_of
+from spark_elastic.ml.params import as_list
+from spark_elastic.ml.torch.engine import objective_of, single_row_norm
 from spark_elastic.ml.torch.fidelity import differences
 from spark_elastic.ml.torch.loss_checks import broadcast_is_an_error, check_losses, check_metrics
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
@@ -54,20 +54,10 @@ _GLOBAL_HOOKS = re.compile(r"_global_(optimizer_|forward_|backward_)(pre_|post_)
 def dry_run(
     training: TorchTraining, inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None
 ) -> DryRunResult:
-    """Do forward, loss, metrics, backward and an optimizer step on a copy; then call the model as `transform` does.
-
-    Raises DataError, InvalidSettingsError or NotPicklableError as the functions of `ml.training.dry_run` do.
-    """
-    for name, value in (*training.model.named_parameters(), *training.model.named_buffers()):
-        if value.is_meta:
-            raise InvalidSettingsError(
-                f"{name} of the model is on the meta device, which holds no values to train; give a model on the CPU"
-            )
+    """Do forward, loss, metrics, backward and an optimizer step on a copy; then call the model as `transform` does."""
+    _check_parts(training)
     common.check_order(training)
     check_one_best(training.callbacks)
-    _warn_of_modes(training)
-    _check_tables(training)
-    _check_loss_parameters(training)
     if training.sync_batch_norm:
         common.warn_of_local_batch_statistics(
             unconverted(training.model),
@@ -80,7 +70,7 @@ def dry_run(
     try:
         batch = first_rows(copied, common.ROWS)
         result, found = _step(copied, batch)
-        first = training.loss[0] if isinstance(training.loss, (list, tuple)) else training.loss
+        first = next(iter(as_list(training.loss)), None)
         with common.returned_model(type(copied.model).__name__):
             returned = trained_copy(training.model, weights_to_bytes(copied.model)).eval()
         predictor = TorchPredictor(returned, "cpu")
@@ -97,11 +87,7 @@ def lazy_names(model: torch.nn.Module) -> list[str]:
 
 
 def initialise(training: TorchTraining) -> None:
-    """Call a model that has lazy modules with the first rows, in eval mode, so that its parameters get their shapes.
-
-    The parameters remain the same objects, so an optimizer that has them stays valid. Raises DataError if the model
-    cannot be called with the rows, and InvalidSettingsError if the call does not reach all lazy modules.
-    """
+    """Call a model that has lazy modules with the first rows, in eval mode, so that its parameters get their shapes."""
     model, objective = training.model, objective_of(training)
     part = BatchMaker(training, torch.device("cpu")).parts(first_rows(training, common.ROWS), 1)[0]
     modes = {module: module.training for module in model.modules()}
@@ -197,8 +183,13 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
     return result, {"logged": logged, "paired": objective.paired}
 
 
-def _warn_of_modes(training: TorchTraining) -> None:
-    """Warn of parts of a model in training mode that are in eval mode and stay in it."""
+def _check_parts(training: TorchTraining) -> None:
+    """Raise InvalidSettingsError for parts of model and loss that cannot be trained, and warn of those in eval mode."""
+    for name, value in (*training.model.named_parameters(), *training.model.named_buffers()):
+        if value.is_meta:
+            raise InvalidSettingsError(
+                f"{name} of the model is on the meta device, which holds no values to train; give a model on the CPU"
+            )
     frozen = [name for name, each in training.model.named_modules() if not each.training]
     if training.model.training and frozen and not isinstance(training.train_fn, ModelStep):
         log.warning(
@@ -206,10 +197,6 @@ def _warn_of_modes(training: TorchTraining) -> None:
             "normalisation uses its running statistics. Call model.train() before fit if that is not meant",
             ", ".join([*frozen[:3], *["..."][: len(frozen) - 3]]),
         )
-
-
-def _check_tables(training: TorchTraining) -> None:
-    """Raise InvalidSettingsError for embeddings whose weights or gradients depend on all rows of a batch together."""
     for name, module in training.model.named_modules():
         for option, does in _OF_TABLES.items() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else ():
             if getattr(module, option) and not training.loss_is_per_worker:
@@ -218,6 +205,16 @@ def _check_tables(training: TorchTraining) -> None:
                     f"which {does}; or set loss_is_per_worker=True to take it as it is: the result then depends on the "
                     "number of workers"
                 )
+    trained = {id(param) for param in training.model.parameters()}
+    for loss in as_list(training.loss):
+        own = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+        names = [name for name, param in own if param.requires_grad and id(param) not in trained]
+        if names:
+            raise InvalidSettingsError(
+                f"the loss {type(loss).__name__} has parameters of its own ({', '.join(names[:3])}), which would not "
+                "be trained: an estimator trains those of the model. Make the loss a module of the model, and give "
+                "train_fn, which calls both; or set requires_grad=False"
+            )
 
 
 def _check_forward_changes(
@@ -271,20 +268,6 @@ def _warn_of_buffers_by_rows(
         "forward changes these buffers by the rows that it is called with",
         "Set loss_is_per_worker=True",
     )
-
-
-def _check_loss_parameters(training: TorchTraining) -> None:
-    """Raise InvalidSettingsError if a loss has parameters of its own, which no optimizer would change."""
-    trained = {id(param) for param in training.model.parameters()}
-    for loss in training.loss if isinstance(training.loss, Sequence) else [training.loss]:
-        own = loss.named_parameters() if isinstance(loss, nn.Module) else ()
-        names = [name for name, param in own if param.requires_grad and id(param) not in trained]
-        if names:
-            raise InvalidSettingsError(
-                f"the loss {type(loss).__name__} has parameters of its own ({', '.join(names[:3])}), which would not "
-                "be trained: an estimator trains those of the model. Make the loss a module of the model, and give "
-                "train_fn, which calls both; or set requires_grad=False"
-            )
 
 
 def _check_copy(training: TorchTraining, copied: TorchTraining) -> None:

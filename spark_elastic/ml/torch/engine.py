@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.batch_statistics import without_rows
@@ -15,8 +16,8 @@ from spark_elastic.collective.objects import broadcast_tensors
 from spark_elastic.data.order.permutation import derived_key
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
+from spark_elastic.ml.params import as_list
 from spark_elastic.ml.preparation import LABEL, WEIGHT
-from spark_elastic.ml.torch.batch_norm import single_row_norm, synchronise
 from spark_elastic.ml.torch.fidelity import hooks_of
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model_step import ForwardResult, StepPosition, TorchBatch
@@ -32,11 +33,7 @@ from spark_elastic.wire.pickling import round_trip
 
 log = logging.getLogger("spark_elastic.ml")
 
-TENSORS = "state.pt"
-"""The file of a checkpoint with all tensors."""
-
-
-# --- the engine -----------------------------------------------------------------------------------
+TENSORS = "state.pt"  # the file of a checkpoint with all tensors
 
 
 class TorchEngine(Engine):
@@ -49,7 +46,10 @@ class TorchEngine(Engine):
         best = round_trip(training.model).to(self._device).requires_grad_(False) if keeps_best else None
         model = training.model.to(self._device)
         if training.sync_batch_norm:
-            synchronise(model)
+            SyncBatchNorm.convert_sync_batchnorm(model)
+            for layer in model.modules():
+                if isinstance(layer, SyncBatchNorm):
+                    layer.single_value_is_normalised = True  # by running statistics, as in `single_row_norm`
         optimizer = build_optimizer(training.optimizer, model)
         self.schedule = LearningRateSchedule(training, optimizer)
         self._hooks = GradientHooks(model)
@@ -67,10 +67,8 @@ class TorchEngine(Engine):
         """Parameters of no optimizer. Their gradients differ between workers and must not accumulate."""
         self._buffers = list(model.buffers())
         self._synchronised = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
-        self._validated = Progress()
-        """The progress of the training at the last `begin_validation`."""
-        self._own_loss: float | None = None
-        """The loss of this worker's rows in the last step, if it was NaN or infinite."""
+        self._validated = Progress()  # the progress of the training at the last `begin_validation`
+        self._own_loss: float | None = None  # of this worker's rows in the last step, if it was NaN or infinite
 
     def _reducing(self, training: TorchTraining, model: torch.nn.Module, optimizer: Any, named: Any) -> Any:
         """Return the optimizer whose steps use the gradients of all workers; `named` are its parameters by name."""
@@ -120,8 +118,7 @@ class TorchEngine(Engine):
     def _gradients(self, batch: Batch, at: Progress, stop: bool) -> tuple[torch.Tensor, tuple[Piece, ...]]:
         """Run forward and backward over the parts of a batch, and reduce the gradients.
 
-        Returns the sums of losses and metrics over all workers followed by the number of workers that ask to stop,
-        float64, and the metric states that were gathered.
+        Returns the sums over all workers, then how many of them ask to stop, and the metric states that were gathered.
         """
         objective, metrics = self._objective, self.metrics
         parts = self._maker.parts(batch)
@@ -179,12 +176,10 @@ class TorchEngine(Engine):
         self._hooks.call()
         clip_gradients(self._params, training.clip_norm, training.clip_value)
         self.updating = True
-        self._step_optimizer()
-        self.updating = False
-
-    def _step_optimizer(self) -> None:
-        with self.optimizer.skip_synchronize():
+        # the gradients are reduced, also those of an exact training, whose optimizer is the user's
+        with getattr(self.optimizer, "skip_synchronize", nullcontext)():
             self.optimizer.step()
+        self.updating = False
 
     def _seed(self, epoch: int, position: int) -> None:
         """Seed a step's random numbers by (seed, epoch, position, rank), so that a repeated step draws the same."""
@@ -231,7 +226,9 @@ class TorchEngine(Engine):
         load_state(target, state_of(source))
 
     def finish(self) -> None:
-        self.optimizer.detach()  # frees the gradients' buckets, which are as large as the file of the model
+        self.optimizer.detach()
+        for param in self.model.parameters():  # views of buckets, which are as large as the file of the model
+            param.grad = None
         return_freed_memory()
 
     def model_file(self) -> tuple[str, bytes]:
@@ -271,6 +268,28 @@ class TorchEngine(Engine):
     def close(self) -> None:
         self._hooks.put_back()
         self.optimizer.detach()  # the model may be trained again in this process
+
+
+@contextmanager
+def single_row_norm(model: torch.nn.Module, rows: int) -> Iterator[None]:
+    """Let batch normalisation use its running statistics for one value per channel, without updating them.
+
+    One value has no variance, so torch raises, and a worker's share of a batch can be a single row in one world only.
+    """
+
+    def choose_mode(norm: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        norm.training = args[0].numel() > args[0].shape[1]
+
+    norms = [each for each in model.modules() if rows == 1 and isinstance(each, _BatchNorm) and each.training]
+    norms = [each for each in norms if not (isinstance(each, SyncBatchNorm) and each.takes_part)]
+    handles = [each.register_forward_pre_hook(choose_mode) for each in norms if each.running_mean is not None]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for each in norms:
+            each.training = True
 
 
 def clip_gradients(params: Iterable[torch.Tensor], norm: float | None, value: float | None) -> None:
@@ -322,7 +341,7 @@ def _set_hooks(param: Any, of_gradient: Any, of_param: Any) -> None:
 def objective_of(training: TorchTraining, device: torch.device | None = None) -> Objective:
     """Build the losses of a training; move their tensors, such as class weights, to the device, if one is given."""
     if device is not None:
-        for loss in training.loss if isinstance(training.loss, Sequence) else [training.loss]:
+        for loss in as_list(training.loss):
             if isinstance(loss, torch.nn.Module):
                 loss.to(device)
     names = {field.name for field in training.dataset.layout.fields}

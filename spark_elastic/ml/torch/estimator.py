@@ -7,28 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from pyspark.ml.param import Param
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError, UsageError
 from spark_elastic.exact.random_state import check_generators
 from spark_elastic.jobs.driver_callbacks import DriverCallback
 from spark_elastic.ml import params as to
+from spark_elastic.ml import shared_params as shared
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.estimator import ElasticEstimator
-from spark_elastic.ml.params import accessors, keyword_only, same_keywords, setting, with_keywords_of
+from spark_elastic.ml.params import keyword_only, same_keywords, setting, with_keywords_of
 from spark_elastic.ml.persistence import Codec
-from spark_elastic.ml.shared_params import (
-    BestMode,
-    ColumnsFunction,
-    Compression,
-    Consistency,
-    DType,
-    HandleInvalid,
-    OutputType,
-    PredictionRule,
-    Shapes,
-)
 from spark_elastic.ml.torch import lightning, serialization, transformers
 from spark_elastic.ml.torch.fit import TorchFit
 from spark_elastic.ml.torch.model import ElasticTorchModel
@@ -65,43 +54,31 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
             `spark_elastic.DriverCallback`, which run on the driver.
     """
 
-    model: Param[torch.nn.Module | None]
-    optimizer: Param[torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None]
-    loss: Param[Callable[..., Any] | Sequence[Callable[..., Any]] | None]
-    loss_weights: Param[Sequence[float] | None]
-    metrics: Param[Mapping[str, Any] | None]
-    callbacks: Param[Callback | DriverCallback | Sequence[Callback | DriverCallback] | None]
-    train_fn: Param[Callable[..., Any] | None] = setting(
+    train_fn, getTrainFn, setTrainFn = setting(
         "(model, batch) -> loss, or (loss, outputs) for metrics; instead of loss. batch has inputs, labels, weights. "
         "The loss: a mean over rows, a value for each row, or (numerator, denominator).",
         to.function,
     )
-    getTrainFn, setTrainFn = accessors(train_fn)
-    lr_scheduler: Param[torch.optim.lr_scheduler.LRScheduler | Callable[[torch.optim.Optimizer], Any] | None] = setting(
+    lr_scheduler, getLrScheduler, setLrScheduler = setting(
         "a scheduler on the optimizer, or a function of the optimizer that returns one.", to.anything
     )
-    getLrScheduler, setLrScheduler = accessors(lr_scheduler)
-    scheduler_interval: Param[Literal["epoch", "step"]] = setting(
+    scheduler_interval, getSchedulerInterval, setSchedulerInterval = setting(
         "step lr_scheduler after each 'epoch' or each 'step'.", to.one_of("epoch", "step"), default="epoch"
     )
-    getSchedulerInterval, setSchedulerInterval = accessors(scheduler_interval)
-    scheduler_monitor: Param[str | None] = setting(
+    scheduler_monitor, getSchedulerMonitor, setSchedulerMonitor = setting(
         "column of the history that a scheduler such as ReduceLROnPlateau follows. Default: 'val_loss', or 'loss'.",
         to.text,
     )
-    getSchedulerMonitor, setSchedulerMonitor = accessors(scheduler_monitor)
-    virtual_workers: Param[int | None] = setting(
+    virtual_workers, getVirtualWorkers, setVirtualWorkers = setting(
         "with consistency='exact': the shards that each batch is cut into, whatever the number of workers, each with "
         "its own random numbers and batch normalisation. Default: max_num_proc, or num_proc.",
         to.whole(at_least=1),
     )
-    getVirtualWorkers, setVirtualWorkers = accessors(virtual_workers)
-    generators: Param[Sequence[Any] | None] = setting(
+    generators, getGenerators, setGenerators = setting(
         "with consistency='exact': random generators that the model, its loss, metrics or transformation_fn have in "
         "attributes, besides the global ones of torch, numpy and random.",
         to.anything,
     )
-    getGenerators, setGenerators = accessors(generators)
 
     @keyword_only
     def __init__(
@@ -116,9 +93,9 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         feature_cols: str | Sequence[str] | Sequence[Sequence[str]] | None = None,
         label_cols: str | Sequence[str] | None = None,
         sample_weight_col: str | None = None,
-        input_shapes: Shapes | None = None,
-        input_dtypes: DType | Sequence[DType | None] | None = None,
-        label_shapes: Shapes | None = None,
+        input_shapes: shared.Shapes | None = None,
+        input_dtypes: shared.DType | Sequence[shared.DType | None] | None = None,
+        label_shapes: shared.Shapes | None = None,
         batch_size: int | None = None,
         per_worker_batch_size: int | None = None,
         epochs: int = 1,
@@ -127,7 +104,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         scheduler_monitor: str | None = None,
         shuffle: bool = True,
         seed: int = 0,
-        consistency: Consistency = "trajectory",
+        consistency: shared.Consistency = "trajectory",
         virtual_workers: int | None = None,
         generators: Sequence[Any] | None = None,
         validation: float | str | None = None,
@@ -150,25 +127,25 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         checkpoint_seconds: float | None = None,
         keep_checkpoints: int = 3,
         checkpoint_best_of: str | None = None,
-        checkpoint_best_mode: BestMode = "auto",
-        transformation_fn: ColumnsFunction | None = None,
+        checkpoint_best_mode: shared.BestMode = "auto",
+        transformation_fn: shared.ColumnsFunction | None = None,
         accumulation_steps: int = 1,
         gradient_clip_norm: float | None = None,
         gradient_clip_value: float | None = None,
-        gradient_compression: Compression = "none",
+        gradient_compression: shared.Compression = "none",
         sync_batch_norm: bool = True,
         allow_nan_loss: bool = False,
         dataset_id: str | None = None,
         keep_dataset: bool = False,
         data_options: Mapping[str, Any] | None = None,
         output_cols: str | Sequence[str] | None = None,
-        output_type: OutputType = "array",
+        output_type: shared.OutputType = "array",
         prediction_col: str = "prediction",
-        prediction: PredictionRule = "auto",
+        prediction: shared.PredictionRule = "auto",
         probability_col: str | None = None,
         raw_prediction_col: str | None = None,
-        handle_invalid: HandleInvalid = "error",
-        inference_fn: ColumnsFunction | None = None,
+        handle_invalid: shared.HandleInvalid = "error",
+        inference_fn: shared.ColumnsFunction | None = None,
         transform_batch_size: int | None = None,
         transform_threads: int = 1,
         transform_device: str = "cpu",
@@ -246,7 +223,6 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
                 raise InvalidSettingsError(f"{name} is set, but there is no lr_scheduler")
 
     def _check_exact(self) -> None:
-        """Raise `InvalidSettingsError` for a setting with which results depend on the number of workers."""
         for name, neutral, advice in (
             ("per_worker_batch_size", None, "set batch_size, the rows of all workers together"),
             ("gradient_compression", "none", "leave gradients as they are"),

@@ -13,16 +13,13 @@ from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.exact.shards import VirtualWorkers, align_tensor
 from spark_elastic.exact.sums import rows_of, tree_sum
-from spark_elastic.ml.torch.batch_norm import single_row_norm
-from spark_elastic.ml.torch.engine import TorchEngine
+from spark_elastic.ml.torch.engine import TorchEngine, single_row_norm
 from spark_elastic.ml.torch.model_step import TorchBatch
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.engine import CallbackEvent, gather_pieces
 from spark_elastic.ml.training.spec import Piece, Progress, Sums, add_sums
 
-_TRAIN, _ROWS, _VALIDATE, _CALLBACKS = range(4)
-"""The last number of the key of random numbers: of a shard's passes, of its `transformation_fn`, of its validation, of
-callbacks."""
+_TRAIN, _ROWS, _VALIDATE, _CALLBACKS = range(4)  # the last number of the key of random numbers
 
 
 class ExactTorchEngine(TorchEngine):
@@ -59,8 +56,6 @@ class ExactTorchEngine(TorchEngine):
     def share_buffers(self) -> None:
         """Do nothing: they are the same on all workers."""
 
-    # --- a step -----------------------------------------------------------------------------------
-
     def _seed(self, epoch: int, position: int) -> None:
         """Do nothing: each shard is seeded."""
 
@@ -83,13 +78,10 @@ class ExactTorchEngine(TorchEngine):
                     result = objective.forward(model, part)
                 objective.share(result, batch.global_rows, counts).backward()  # type: ignore[no-untyped-call]
                 pieces.append(metrics.measure(result, part.rows, numbers[shard.index]))
-        own = workers.own_shards()
+        own = workers.reduction.shards()
         self._own_loss = metrics.non_finite_loss(numbers[own.start : own.stop].sum(0).numpy())
         total = torch.cat([tree_sum(numbers), torch.tensor([votes], dtype=torch.float64)])
         return total, gather_pieces(pieces) if metrics.gathers else ()
-
-    def _step_optimizer(self) -> None:
-        self.optimizer.step()
 
     def _counts(self, shards: Mapping[int, Sequence[TorchBatch]], key: tuple[int, ...]) -> list[float]:
         """Return the denominators of the losses for the whole batch, found by a forward pass of each shard."""
@@ -103,17 +95,17 @@ class ExactTorchEngine(TorchEngine):
                     with single_row_norm(self.model, part.rows):
                         result = self._objective.forward(self.model, part)
                     table[index] += torch.tensor(result.counts, dtype=torch.float64)
-        return tree_sum(workers.gather(table)).tolist()
+        return tree_sum(workers.reduction.gather(table)).tolist()
 
     def _bounds(self, batch: Batch) -> list[tuple[int, int]]:
         """Return where the rows of each of this worker's shards begin and end in the batch."""
         workers = self._workers
-        return [rows_of(shard, workers.count, batch.global_rows) for shard in workers.own_shards()]
+        return [rows_of(shard, workers.count, batch.global_rows) for shard in workers.reduction.shards()]
 
     def _parts(self, batch: Batch, key: tuple[int, ...]) -> dict[int, list[TorchBatch]]:
         """Return the parts of each of this worker's shards that has rows, by the number of the shard."""
         found = {}
-        for index, (first, last) in zip(self._workers.own_shards(), self._bounds(batch), strict=True):
+        for index, (first, last) in zip(self._workers.reduction.shards(), self._bounds(batch), strict=True):
             if first == last:
                 continue
             rows = {name: values[first:last] for name, values in batch.tensors.items()}
@@ -121,8 +113,6 @@ class ExactTorchEngine(TorchEngine):
             parts = self._maker.parts(Batch(rows, last - first, batch.global_rows, batch.start, batch.stop))
             found[index] = [_aligned(part) for part in parts]
         return found
-
-    # --- validation, callbacks and checkpoints ----------------------------------------------------------
 
     def measure_together(self, batches: Iterable[Batch], before: Sums) -> tuple[Sums, tuple[Piece, ...]]:
         metrics, workers, epoch = self.metrics, self._workers, self._validated.epoch
@@ -140,7 +130,7 @@ class ExactTorchEngine(TorchEngine):
                 tables.append(table)
         sums = before
         if tables:
-            for table in workers.gather(torch.stack(tables)):
+            for table in workers.reduction.gather(torch.stack(tables)):
                 sums = add_sums(sums, tree_sum(table).numpy())
         if not metrics.gathers:
             return sums, ()
@@ -151,7 +141,7 @@ class ExactTorchEngine(TorchEngine):
         self._workers.seed_shard((epoch, position, _CALLBACKS), event)
 
     def conditions(self) -> dict[str, Any]:
-        return {"virtual_workers": self._workers.count, "environment": self._workers.environment}
+        return {"virtual_workers": self._workers.count, "environment": self._workers.environment_check.environment}
 
     def check_conditions(self, then: Mapping[str, Any]) -> None:
         if then.get("virtual_workers") != self._workers.count:
@@ -159,7 +149,7 @@ class ExactTorchEngine(TorchEngine):
                 f"the checkpoint was written with virtual_workers={then.get('virtual_workers')}, but virtual_workers "
                 f"is {self._workers.count} now; use another run_id to start over"
             )
-        self._workers.compare_environment(then["environment"])
+        self._workers.environment_check.compare(then["environment"])
 
     def finish(self) -> None:
         self.optimizer.zero_grad()

@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-Facts = dict[tuple[str, str], Any]
-"""What training depends on, by the path of an object and the aspect of it."""
+Facts = dict[tuple[str, str], Any]  # what training depends on, by the path of an object and the aspect of it
 
-_UNIMPORTANT = {"step", "_opt_called", "_warned_capturable_if_run_uncaptured"}
-"""Attributes of optimizers that torch keeps for its warnings."""
+_UNIMPORTANT = {"step", "_opt_called", "_warned_capturable_if_run_uncaptured"}  # kept by torch for its warnings
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -94,6 +92,5 @@ def _name(hook: Any) -> str:
 
 
 def _group(group: Mapping[str, Any], first: Mapping[int, str]) -> dict[str, Any]:
-    """Return the options of a parameter group, and the paths of its parameters."""
     plain = {name: each for name, each in group.items() if isinstance(each, (bool, int, float, str, type(None), tuple))}
     return {**dict.fromkeys(group), **plain, "params": [first.get(id(param), "") for param in group["params"]]}

@@ -44,7 +44,17 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
             raise InvalidSettingsError(
                 f"optimizer must be a torch optimizer, its class, or a function of the parameters, not {optimizer!r}"
             )
-        self._check_losses()
+        loss, labels = self.given("loss"), self.given("label_cols")
+        if loss is None and self.given("train_fn") is None:
+            raise InvalidSettingsError("neither loss nor train_fn is set; give one of them")
+        for each in as_list(loss):
+            if isinstance(each, type) or not callable(each):
+                hint = f"; make one: {each.__name__}()" if isinstance(each, type) else ""
+                raise InvalidSettingsError(
+                    f"loss must be a module or a function of (output, label), not {each!r}{hint}"
+                )
+        if isinstance(loss, (list, tuple)) and labels and len(loss) != len(labels):
+            raise InvalidSettingsError(f"{len(loss)} losses for {len(labels)} label_cols ({', '.join(labels)})")
         self._virtual_workers()
         if isinstance(optimizer, torch.optim.Optimizer):
             check_parameters(optimizer, model)
@@ -59,19 +69,6 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
                 torch.device(self.given("device"))
             except RuntimeError as error:
                 raise InvalidSettingsError(f"device={self.given('device')!r}: {error}") from None
-
-    def _check_losses(self) -> None:
-        loss, labels = self.given("loss"), self.given("label_cols")
-        if loss is None and self.given("train_fn") is None:
-            raise InvalidSettingsError("neither loss nor train_fn is set; give one of them")
-        for each in as_list(loss):
-            if isinstance(each, type) or not callable(each):
-                hint = f"; make one: {each.__name__}()" if isinstance(each, type) else ""
-                raise InvalidSettingsError(
-                    f"loss must be a module or a function of (output, label), not {each!r}{hint}"
-                )
-        if isinstance(loss, (list, tuple)) and labels and len(loss) != len(labels):
-            raise InvalidSettingsError(f"{len(loss)} losses for {len(labels)} label_cols ({', '.join(labels)})")
 
     def label_dtypes(self) -> list[str | None]:
         loss, labels = self.given("loss"), self.given("label_cols") or []
@@ -110,9 +107,10 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
             **{name: described(each) for name, each in configured.items()},
         }
 
-    def prepare_model(self) -> None:
-        if lazy_names(self.given("model")):
+    def dry_run(self) -> None:
+        if lazy_names(self.given("model")):  # before anything describes the model or makes a copy of it
             initialise(self.make_training(self.rows.store))
+        super().dry_run()
 
     def make_training(self, store: Store, resume_from: str | None = None) -> TorchTraining:
         same = ("model", "optimizer", "loss", "loss_weights", "train_fn", "lr_scheduler", "scheduler_interval")

@@ -2,7 +2,6 @@
 
 `check_module` reads a module on the driver. `LightningStep` is the `train_fn` of its training: it calls
 `configure_optimizers` on the driver, and `training_step` and `validation_step` in the workers.
-`lightning_optimizers` reads what `configure_optimizers` returned.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import DataError, InvalidSettingsError
-from spark_elastic.ml.torch.lightning_optimizers import settings_of
 from spark_elastic.ml.torch.model_step import (
     ForwardResult,
     LoggedName,
@@ -30,7 +29,6 @@ from spark_elastic.ml.torch.model_step import (
 
 log = logging.getLogger("spark_elastic.ml")
 
-# --- what a module may override -------------------------------------------------------------------
 
 _CALLED = {"on_train_epoch_start"}
 _CHANGES_RESULT = (
@@ -46,7 +44,7 @@ _NOT_CALLED = (
 
 
 def lightning_class(module: Any) -> type | None:
-    """Return the class LightningModule that a module derives from, of any package; None if there is none."""
+    """Return the class LightningModule, of any package, that a module derives from; None if there is none."""
     return next((each for each in type(module).__mro__ if each.__name__ == "LightningModule"), None)
 
 
@@ -57,11 +55,7 @@ def overrides(module: Any, name: str) -> bool:
 
 
 def check_module(module: Any) -> None:
-    """Warn of methods of a LightningModule that are not called.
-
-    Raises:
-        InvalidSettingsError: This is not a LightningModule that can be trained, or it changes what a step computes.
-    """
+    """Warn of methods that are not called. Raise `InvalidSettingsError` if the module cannot be trained as it is."""
     kind = type(module).__name__
     base = lightning_class(module)
     if base is None or not isinstance(module, torch.nn.Module):
@@ -92,9 +86,6 @@ def check_module(module: Any) -> None:
         )
 
 
-# --- self.trainer ---------------------------------------------------------------------------------
-
-
 class ModuleTrainer:
     """The `self.trainer` of a module: those attributes of Lightning's Trainer that have a meaning here."""
 
@@ -113,7 +104,6 @@ class ModuleTrainer:
         self._steps_an_epoch = steps_an_epoch
 
     def update(self, position: StepPosition, training: bool) -> None:
-        """Set the progress of the training, which differs between steps."""
         self.current_epoch, self.global_step = position.epoch, position.step
         self.global_rank, self.world_size, self.is_global_zero = position.rank, position.size, position.rank == 0
         self.local_rank = position.local_rank
@@ -133,16 +123,11 @@ class ModuleTrainer:
         return self.num_training_batches * self.max_epochs
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
         raise AttributeError(
             f"self.trainer.{name} does not exist in a training by ElasticTorchEstimator; there are current_epoch, "
             "global_step, max_epochs, num_training_batches, estimated_stepping_batches, and in the steps global_rank, "
             "local_rank, world_size, is_global_zero, training, validating"
         )
-
-
-# --- steps ----------------------------------------------------------------------------------------
 
 
 class LightningStep(ModelStep):
@@ -163,8 +148,7 @@ class LightningStep(ModelStep):
         self._planned = epochs, steps_an_epoch
         self._trainer = ModuleTrainer(epochs, steps_an_epoch)
         self._index = 0
-        self._begun: int | None = None
-        """The epoch whose `on_train_epoch_start` was called in this process."""
+        self._begun: int | None = None  # the epoch whose `on_train_epoch_start` was called in this process
 
     def __reduce__(self) -> Any:
         return LightningStep, self._planned
@@ -308,7 +292,102 @@ def _call_step(step: Callable[..., Any], batch: Any, index: int) -> Any:
     return step(batch)
 
 
-# --- transform ------------------------------------------------------------------------------------
+_KEYS = {"scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau"}
+
+
+def settings_of(returned: Any, steps_an_epoch: int | None) -> dict[str, Any]:
+    """Return optimizer and schedule as settings of the estimator; raise InvalidSettingsError if that is impossible."""
+    optimizers, schedulers = _lists_of(returned)
+    if len(optimizers) != 1 or len(schedulers) > 1:
+        raise InvalidSettingsError(
+            f"configure_optimizers returned {len(optimizers)} optimizers and {len(schedulers)} schedulers, but a "
+            "training has one optimizer and at most one scheduler. Parameter groups of one optimizer can have "
+            "different rates, and torch.optim.lr_scheduler.ChainedScheduler and SequentialLR join schedulers"
+        )
+    if not isinstance(optimizers[0], torch.optim.Optimizer):
+        raise InvalidSettingsError(
+            f"configure_optimizers must return a torch optimizer, alone, in a dict or in a list, not {returned!r:.200}"
+        )
+    return {"optimizer": optimizers[0], **(_schedule(schedulers[0], steps_an_epoch) if schedulers else {})}
+
+
+def _lists_of(returned: Any) -> tuple[list[Any], list[Any]]:
+    """Return the optimizers and the schedulers, in any of the forms that Lightning accepts."""
+    if returned is None:
+        return [], []
+    if isinstance(returned, Mapping):
+        scheduler = returned.get("lr_scheduler")
+        if scheduler is not None and not isinstance(scheduler, Mapping):
+            scheduler = {"scheduler": scheduler, "monitor": returned.get("monitor")}
+        return [returned.get("optimizer")], [] if scheduler is None else [scheduler]
+    if isinstance(returned, (list, tuple)):
+        if len(returned) == 2 and isinstance(returned[0], (list, tuple)):
+            first, second = returned
+            return list(first), list(second) if isinstance(second, (list, tuple)) else [second]
+        pairs = [_lists_of(each) for each in returned]
+        return [one for pair in pairs for one in pair[0]], [one for pair in pairs for one in pair[1]]
+    return [returned], []
+
+
+def _schedule(given: Any, steps_an_epoch: int | None) -> dict[str, Any]:
+    options: Mapping[str, Any] = given if isinstance(given, Mapping) else {"scheduler": given}
+    scheduler, interval, every = (options.get(name) for name in ("scheduler", "interval", "frequency"))
+    interval, every = "epoch" if interval is None else interval, 1 if every is None else every
+    plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    if not hasattr(scheduler, "step") or not hasattr(scheduler, "state_dict"):
+        raise InvalidSettingsError(f"configure_optimizers returned {scheduler!r:.200} as a scheduler")
+    if unknown := options.keys() - _KEYS:
+        raise InvalidSettingsError(
+            f"configure_optimizers returned a scheduler with {', '.join(map(repr, sorted(unknown)))}; there are "
+            f"{', '.join(map(repr, sorted(_KEYS)))}"
+        )
+    if interval not in ("epoch", "step"):
+        raise InvalidSettingsError(f"the interval of a scheduler must be 'epoch' or 'step', not {interval!r}")
+    if options.get("reduce_on_plateau", plateau) != plateau:
+        raise InvalidSettingsError("reduce_on_plateau can be set for torch's ReduceLROnPlateau alone")
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise InvalidSettingsError(f"the frequency of a scheduler must be a whole number of at least 1, not {every!r}")
+    if every > 1 and (plateau or (interval == "step" and steps_an_epoch is None)):
+        raise InvalidSettingsError(
+            f"a scheduler with frequency={every} is not possible with "
+            f"{'ReduceLROnPlateau' if plateau else 'per_worker_batch_size; set batch_size instead'}"
+        )
+    restart = steps_an_epoch if interval == "step" else None
+    return {
+        "lr_scheduler": scheduler if every == 1 else EveryNthStep(scheduler, every, restart),
+        "scheduler_interval": interval,
+        **({"scheduler_monitor": options.get("monitor")} if plateau else {}),
+    }
+
+
+class EveryNthStep:
+    """Steps another scheduler at every nth own step (Lightning's `frequency`); counts from 0 again after `restart`."""
+
+    def __init__(self, scheduler: Any, every: int, restart: int | None) -> None:
+        self.scheduler, self.every, self.restart, self.calls = scheduler, every, restart, 0
+
+    def __repr__(self) -> str:  # in the description of a training that checkpoints are compared with
+        return f"EveryNthStep({type(self.scheduler).__name__}, {self.scheduler.state_dict()})"
+
+    @property
+    def optimizer(self) -> Any:
+        return self.scheduler.optimizer
+
+    def step(self) -> None:
+        self.calls += 1
+        position = self.calls if self.restart is None else (self.calls - 1) % self.restart + 1
+        if position % self.every == 0:
+            with warnings.catch_warnings():
+                # a false alarm, see `spec.LearningRateSchedule`; here a later step may be the first
+                warnings.filterwarnings("ignore", message=".*lr_scheduler.*")
+                self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls, "scheduler": self.scheduler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.calls = state["calls"]
+        self.scheduler.load_state_dict(state["scheduler"])
 
 
 def prediction_call(module: torch.nn.Module) -> Callable[..., Any]:

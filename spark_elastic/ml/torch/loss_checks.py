@@ -33,9 +33,6 @@ def broadcast_is_an_error() -> Iterator[None]:
         yield
 
 
-# --- all pairs ------------------------------------------------------------------------------------
-
-
 def _other_shape(label: Any, axis: int | None) -> Any:
     """Return a label without this axis if it is 1, else with one there: [rows] becomes [rows, 1]; None: as it is."""
     if axis is None or not isinstance(label, torch.Tensor):
@@ -53,8 +50,7 @@ def _all_pairs_error(name: str, shapes: str) -> DataError:
 def check_metrics(training: TorchTraining, objective: Objective, result: ForwardResult, rows: int) -> None:
     """Raise DataError if a metric compares each output with the labels of all rows.
 
-    Such a metric depends on the labels' shape, but not on which row has which label. Outputs and labels are invented,
-    and every other row has another output and another label: a metric of rows then depends on which has which.
+    Such a metric depends on the labels' shape, but not on which row has which label; outputs and labels are invented.
     """
     if rows < 4 or rows % 2:
         return
@@ -114,7 +110,6 @@ def _other_outputs(output: Any, odd: torch.Tensor) -> Any:
 
 
 def _of_rows(label: Any, numbers: torch.Tensor) -> Any:
-    """Return a label with the same number in all elements of a row."""
     if not isinstance(label, torch.Tensor) or label.shape[:1] != numbers.shape:
         return label
     return numbers.reshape(-1, *[1] * (label.dim() - 1)).to(label.dtype).expand(label.shape).clone()
@@ -130,16 +125,10 @@ def _shapes_of(labels: Sequence[Any], outputs: Sequence[Any] = ()) -> str:
     return ", ".join(f"{name} {list(each.shape)}" for name, each in named if isinstance(each, torch.Tensor))
 
 
-# --- sums over rows -------------------------------------------------------------------------------
-
-
 def check_losses(training: TorchTraining, objective: Objective, part: TorchBatch, result: ForwardResult) -> None:
-    """Try a user's own losses, or `train_fn`, on the first rows: whole against their parts.
+    """Try a user's own losses, or `train_fn`, on the first rows: whole against their parts; raise as `_compare` does.
 
-    Raises:
-        DataError: a loss compares each output with the labels of all rows.
-        InvalidSettingsError: a loss is not a mean over rows, and `loss_is_per_worker` is not set; or one of torch has
-            weights of the rows of a batch.
+    Raises InvalidSettingsError also for a loss of torch that has weights of the rows of a batch.
     """
     for term, output in zip(objective.terms, result.outputs, strict=False):
         for name, factor in term.factors.items():
@@ -237,9 +226,13 @@ def _check_by_model(training: TorchTraining, objective: Objective, part: TorchBa
     def part_of(start: int, stop: int) -> tuple[torch.Tensor, float]:
         return of_batch(_cut(batch, start, stop))
 
-    def other() -> tuple[torch.Tensor, float]:
-        with _negated(model):
+    def other() -> tuple[torch.Tensor, float]:  # of the parameters with the opposite sign
+        params: list[torch.Tensor] = [each for each in model.parameters() if each.is_floating_point()]
+        torch._foreach_neg_(params)
+        try:
             return of_batch(batch)
+        finally:
+            torch._foreach_neg_(params)
 
     try:
         # Layers are in eval mode, because dropout and batch statistics differ between the whole and its parts. The
@@ -250,17 +243,6 @@ def _check_by_model(training: TorchTraining, objective: Objective, part: TorchBa
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-@contextmanager
-def _negated(model: torch.nn.Module) -> Iterator[None]:
-    """Give the parameters of a model the opposite sign within the block."""
-    params: list[torch.Tensor] = [each for each in model.parameters() if each.is_floating_point()]
-    torch._foreach_neg_(params)
-    try:
-        yield
-    finally:
-        torch._foreach_neg_(params)
 
 
 def _cut(batch: TorchBatch, start: int, stop: int) -> TorchBatch:
@@ -283,9 +265,8 @@ def _compare(
 ) -> None:
     """Raise InvalidSettingsError unless the sums and denominators of parts add up to those of the whole.
 
-    A loss that is random, or cannot be computed of a part, is not judged. One that is `per_worker` may be anything but
-    a pair with a mean in place of the denominator. Warn if the denominator of `other` outputs is another one. If the
-    whole with labels of another shape (`_other_shape`) agrees with the parts, the loss compares all pairs: DataError.
+    A loss that is random, or cannot be computed of a part, is not judged. Warn if the denominator of `other` outputs is
+    another one. DataError: the whole with labels of another shape agrees with the parts, so it compares all pairs.
     """
     if rows < 2:
         return None
@@ -314,7 +295,18 @@ def _compare(
             f"{expected[1]:.6g} for the first {rows} rows together, and {count:.6g} in all for {len(found)} parts of "
             "them. Return the loss alone; a train_fn returns values for metrics as (loss, outputs), with outputs by row"
         )
-    _warn_of_counted_outputs(name, other, expected[1], rows)
+    with torch.no_grad(), warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")
+        if not math.isclose(of_other := other()[1], expected[1], rel_tol=1e-4):
+            log.warning(
+                "%s returned two values, so its loss is the first divided by the second, a denominator. That follows "
+                "from the model's outputs: it is %g for the first %d rows, and %g for the same rows and other outputs. "
+                "If it is a number of hits, say, return the loss alone",
+                name,
+                expected[1],
+                rows,
+                of_other,
+            )
     if per_worker:
         return None
     sums = [float(part[0]) for part in found]
@@ -341,20 +333,3 @@ def _compare(
         "the labels that count and their number; or set loss_is_per_worker=True, to average it over the workers' "
         "shares as it is"
     )
-
-
-def _warn_of_counted_outputs(
-    name: str, other: Callable[[], tuple[torch.Tensor, float]], expected: float, rows: int
-) -> None:
-    with torch.no_grad(), warnings.catch_warnings(), contextlib.suppress(Exception):
-        warnings.simplefilter("ignore")
-        if not math.isclose(count := other()[1], expected, rel_tol=1e-4):
-            log.warning(
-                "%s returned two values, so its loss is the first divided by the second, a denominator. That follows "
-                "from the model's outputs: it is %g for the first %d rows, and %g for the same rows and other outputs. "
-                "If it is a number of hits, say, return the loss alone",
-                name,
-                expected,
-                rows,
-                count,
-            )

@@ -4,9 +4,8 @@ The sums of a step are reduced together with the gradients, in one float64 vecto
 start of each step, and the states that its `update` leaves are added to the sums. States that cannot be added up (lists
 of predictions, maxima) are gathered from all workers instead, which costs more.
 
-Metrics of `torchmetrics.classification` decide for each call of `update` whether the outputs are logits: they are if
-one of them is outside of [0, 1]. A worker's share of the last batch may be a single row, so that answer would depend on
-the number of workers. Where the loss says that the outputs are logits, these metrics are given probabilities instead.
+Metrics of `torchmetrics.classification` take outputs for logits if one of them is outside of [0, 1], which may differ
+between the workers' shares of a batch. Where the loss says that they are logits, metrics are given probabilities.
 """
 
 from __future__ import annotations
@@ -28,48 +27,55 @@ from spark_elastic.reporting.history import FACTS
 log = logging.getLogger("spark_elastic.ml")
 
 
-class _FunctionMetric:
-    """A metric that is a function of (output, label)."""
+class _Mean:
+    """A mean of numbers, as a sum."""
 
     width = 1
     gathered = False
 
-    def __init__(self, name: str, function: Any) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
+
+    def numbers(self, value: float) -> list[float]:
+        return [value]
+
+    def value(self, sums: Sums, rows: float, pieces: Sequence[dict[str, Any]]) -> float:
+        return float(sums[0]) / rows
+
+
+class _FunctionMetric(_Mean):
+    """A metric that is a function of (output, label)."""
+
+    def __init__(self, name: str, function: Any) -> None:
+        super().__init__(name)
         self._function = function
-        self.averaged = False
-        """The function returned one number for all rows, so the metric is an average of such numbers."""
+        self.averaged = False  # the function returned one number for all rows
 
     def update(self, output: Any, label: Any, rows: int) -> list[float]:
         value = self._function(output, label)
         self.averaged = not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] != rows
-        if not isinstance(value, torch.Tensor):
-            return [float(value) * rows]
-        if value.dim() and value.shape[0] == rows:
+        if not self.averaged:
             return [float(value.double().sum()) / max(1, value[0].numel())]
-        if value.numel() == 1:
+        if not isinstance(value, torch.Tensor) or value.numel() == 1:
             return [float(value) * rows]
         raise DataError(
             f"the metric {self.name} returned a tensor of shape {tuple(value.shape)} for {rows} rows; it must be the "
             "mean over them, or a value for each"
         )
 
-    def value(self, sums: Sums, rows: float, pieces: Sequence[dict[str, Any]]) -> float:
-        return float(sums[0]) / rows
-
 
 class _Torchmetric:
     """A metric with `update`, `compute`, `reset`, and states with reductions, as torchmetrics has them."""
 
     def __init__(self, name: str, metric: Any, rule: str | None) -> None:
+        _check_states(name, metric)
         self.name = name
         self._metric = copy.deepcopy(metric)
         self._metric.reset()
         self._classifies = any(
             each.__module__.startswith("torchmetrics.classification") for each in type(metric).__mro__
         )
-        self._rule = rule
-        """The rule for predictions from the output's loss; see `objective.rule`."""
+        self._rule = rule  # the rule for predictions from the output's loss; see `objective.rule`
         self._reductions: dict[str, Any] = dict(metric._reductions)
         self._defaults: dict[str, Any] = {
             state: default.cpu() if isinstance(default, torch.Tensor) else default
@@ -87,8 +93,14 @@ class _Torchmetric:
         metric.reset()
         if type(metric).__module__.startswith("torchmetrics.") and isinstance(output, torch.Tensor):
             label = like(label, output.shape)  # they need equal shapes
-        if self._classifies:
-            output, label = probabilities(output, self._rule), class_numbers(label)
+        if self._classifies and isinstance(output, torch.Tensor) and output.is_floating_point():
+            if self._rule == "binary_logit":
+                output = output.sigmoid()
+            elif self._rule == "argmax" and output.dim() > 1:
+                output = output.softmax(1)
+        if self._classifies and isinstance(label, torch.Tensor) and label.is_floating_point():
+            # losses of logits take floats, metrics of classes do not
+            label = label.long() if bool((label == label.round()).all()) else label
         metric.update(output, label)
         return self.numbers(metric)
 
@@ -131,23 +143,7 @@ class _Torchmetric:
         return metric.compute()  # type: ignore[no-any-return]
 
 
-def probabilities(output: Any, rule: str | None) -> Any:
-    """Return an output as probabilities, if its loss takes logits of one class ("binary_logit") or of several."""
-    if not isinstance(output, torch.Tensor) or not output.is_floating_point():
-        return output
-    if rule == "binary_logit":
-        return output.sigmoid()
-    return output.softmax(1) if rule == "argmax" and output.dim() > 1 else output
-
-
-def class_numbers(label: Any) -> Any:
-    """Return labels as integers, if all are whole numbers: losses of logits take floats, metrics of classes do not."""
-    if isinstance(label, torch.Tensor) and label.is_floating_point() and bool((label == label.round()).all()):
-        return label.long()
-    return label
-
-
-def check_states(name: str, metric: Any) -> None:
+def _check_states(name: str, metric: Any) -> None:
     """Raise `InvalidSettingsError` for a metric whose value does not follow from its own states."""
     nested = [each for each in metric.modules() if each is not metric] if hasattr(metric, "modules") else []
     inner = next((each for each in nested if hasattr(each, "_reductions")), None)
@@ -182,23 +178,19 @@ def _merged(reduction: Any, values: list[Any], default: Any) -> Any:
 class LoggedColumns:
     """The values that a model logs itself, as columns of the history: numbers as means, and torchmetrics metrics.
 
-    A value of the validation that has the name of one of the training gets the prefix "val_". "loss" is always one of
-    the training. The vector of sums has `width` numbers for them: for each its weight, and its sum or its states.
+    The vector of sums has `width` numbers for them: for each its weight, and its sum or its states.
     """
 
     def __init__(self, logged: Mapping[LoggedName, Any]) -> None:
-        self._metrics: dict[LoggedName, _Torchmetric | None] = {}
-        self._columns: dict[LoggedName, str] = {}
+        self._metrics: dict[LoggedName, _Torchmetric | _Mean] = {}
         self._unexpected: set[str] = set()
         for key, metric in logged.items():
             clashes = key.name == "loss" or LoggedName(key.name, False) in logged
-            self._columns[key] = f"val_{key.name}" if key.validation and clashes else key.name
-            if metric is not None:
-                check_states(key.name, metric)
-            self._metrics[key] = None if metric is None else _Torchmetric(self._columns[key], metric, None)
-        self.names = list(self._columns.values())
-        self.width = sum(1 + _width(metric) for metric in self._metrics.values())
-        self.gathers = any(metric is not None and metric.gathered for metric in self._metrics.values())
+            name = f"val_{key.name}" if key.validation and clashes else key.name
+            self._metrics[key] = _Mean(name) if metric is None else _Torchmetric(name, metric, None)
+        self.names = [metric.name for metric in self._metrics.values()]
+        self.width = sum(1 + metric.width for metric in self._metrics.values())
+        self.gathers = any(metric.gathered for metric in self._metrics.values())
 
     def measure(self, logged: Mapping[LoggedName, LoggedValue], piece: Piece) -> list[float]:
         """Return the numbers of a forward pass, and add the states that are gathered to `piece`."""
@@ -211,41 +203,36 @@ class LoggedColumns:
             )
         numbers: list[float] = []
         for key, metric in self._metrics.items():
-            value, rows = logged.get(key) or LoggedValue(None, 0.0)
             if key not in logged:
-                numbers += [0.0] * (1 + _width(metric))
-            elif metric is None:
-                numbers += (rows, value)
-            else:
-                numbers += (rows, *metric.numbers(value))
-                if metric.gathered:
-                    piece[metric.name] = metric.states(value)
+                numbers += [0.0] * (1 + metric.width)
+                continue
+            value, rows = logged[key]
+            numbers += (rows, *metric.numbers(value))
+            if isinstance(metric, _Torchmetric) and metric.gathered:
+                piece[metric.name] = metric.states(value)
         return numbers
 
     def logs(self, sums: Sums, pieces: Sequence[Piece], live: bool = False) -> dict[str, float]:
         """Return the columns that have values; `live`: without touching a metric's object."""
         out: dict[str, float] = {}
         at = 0
-        for key, metric in self._metrics.items():
-            rows, own = float(sums[at]), sums[at + 1 : at + 1 + _width(metric)]
-            at += 1 + _width(metric)
-            if metric is None and rows:
-                out[self._columns[key]] = float(own[0]) / rows
-            elif metric is not None and rows and not live:
-                found = [piece[metric.name] for piece in pieces if metric.name in piece]
-                out.update(columns_of(metric.name, metric.value(own, rows, found)))
+        for metric in self._metrics.values():
+            rows, own = float(sums[at]), sums[at + 1 : at + 1 + metric.width]
+            at += 1 + metric.width
+            if rows and not (live and isinstance(metric, _Torchmetric)):
+                out.update(_columns(metric, own, rows, pieces))
         return out
 
 
-def _width(metric: _Torchmetric | None) -> int:
-    return 1 if metric is None else metric.width
+def _columns(metric: _Torchmetric | _Mean, sums: Sums, rows: float, pieces: Sequence[Piece]) -> dict[str, float]:
+    own = [piece[metric.name] for piece in pieces if metric.name in piece]
+    return columns_of(metric.name, metric.value(sums, rows, own))
 
 
 class TorchMetricAccumulator(MetricAccumulator):
     """The sums of a module's training, `width` numbers: of each loss sum and denominator; the rows; the metrics.
 
-    If it `gathers`, `measure` returns states to gather from all workers. Raises InvalidSettingsError for a value of
-    `metrics` that is neither a function nor a metric.
+    If it `gathers`, `measure` returns states to gather from all workers.
     """
 
     def __init__(
@@ -275,7 +262,6 @@ class TorchMetricAccumulator(MetricAccumulator):
         if isinstance(metric, tuple) and len(metric) == 2 and isinstance(metric[0], int):
             which, metric = metric
         if hasattr(metric, "update") and hasattr(metric, "_reductions"):
-            check_states(name, metric)
             self._metrics.append((_Torchmetric(name, metric, self._objective.rule(which)), which))
         elif hasattr(metric, "items") and hasattr(metric, "update") and hasattr(metric, "compute"):  # a collection
             for part, one in metric.items():
@@ -297,7 +283,15 @@ class TorchMetricAccumulator(MetricAccumulator):
         outputs = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in result.outputs)
         with torch.no_grad():
             for metric, which in self._metrics:
-                output, label = _chosen(metric.name, outputs, result.labels, which)
+                if not outputs:
+                    raise DataError(
+                        f"train_fn must return (loss, outputs), because the metric {metric.name} needs the outputs"
+                    )
+                several = [outputs, result.labels]
+                if which is None:
+                    output, label = (each[0] if len(each) == 1 else each for each in several)
+                else:
+                    output, label = (each[which] for each in several)
                 numbers += metric.update(output, label, rows)
                 if isinstance(metric, _Torchmetric) and metric.gathered:
                     piece[metric.name] = metric.states()
@@ -306,33 +300,18 @@ class TorchMetricAccumulator(MetricAccumulator):
         return piece
 
     def logs(self, sums: Sums, pieces: Sequence[Piece], prefix: str = "") -> dict[str, float]:
-        out = self._losses(sums)
-        at = self.rows_position + 1
-        for metric, _ in self._metrics:
-            own = [piece[metric.name] for piece in pieces if metric.name in piece]
-            value: Any = metric.value(sums[at : at + metric.width], self.rows(sums), own)
-            at += metric.width
-            out.update(columns_of(metric.name, value))
-        out = {f"{prefix}{name}": value for name, value in out.items()}
-        return {**out, **self._logged.logs(sums[self._logged_position :], pieces)}
+        return self._logs(sums, pieces, prefix)
 
     def live_logs(self, sums: Sums) -> dict[str, float]:
-        out = self._losses(sums)
-        at = self.rows_position + 1
-        for metric, _ in self._metrics:
-            if isinstance(metric, _FunctionMetric):
-                out[metric.name] = metric.value(sums[at : at + 1], self.rows(sums), ())
-            at += metric.width
-        return {**out, **self._logged.logs(sums[self._logged_position :], (), live=True)}
+        return self._logs(sums, (), live=True)
 
-    def _losses(self, sums: Sums) -> dict[str, float]:
+    def _logs(self, sums: Sums, pieces: Sequence[Piece], prefix: str = "", live: bool = False) -> dict[str, float]:
         end = self.rows_position
-        return self._objective.means(sums[0:end:2].tolist(), sums[1:end:2].tolist())
-
-
-def _chosen(name: str, outputs: tuple[Any, ...], labels: tuple[Any, ...], which: int | None) -> tuple[Any, Any]:
-    if not outputs:
-        raise DataError(f"train_fn must return (loss, outputs), because the metric {name} needs the outputs")
-    if which is not None:
-        return outputs[which], labels[which]
-    return (outputs[0] if len(outputs) == 1 else outputs), (labels[0] if len(labels) == 1 else labels)
+        out = self._objective.means(sums[0:end:2].tolist(), sums[1:end:2].tolist())
+        at = end + 1
+        for metric, _ in self._metrics:
+            if not (live and isinstance(metric, _Torchmetric)):
+                out.update(_columns(metric, sums[at : at + metric.width], self.rows(sums), pieces))
+            at += metric.width
+        out = {f"{prefix}{name}": value for name, value in out.items()}
+        return {**out, **self._logged.logs(sums[self._logged_position :], pieces, live)}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.model import ElasticModel, Fitted
-from spark_elastic.ml.persistence import Codec
+from spark_elastic.ml.persistence import Codec, ElasticReader, SavedParts
 from spark_elastic.ml.serving import Predictor
 from spark_elastic.ml.torch import serialization
 from spark_elastic.ml.torch.lightning import prediction_call
@@ -35,8 +35,8 @@ class ElasticTorchModel(ElasticModel):
     @property
     def module(self) -> torch.nn.Module:
         """The trained module, on the CPU, in eval mode. Not a copy."""
-        found: torch.nn.Module = self._native_model()
-        return found
+        self._facts_of_fit()  # raises if there is none
+        return self._native  # type: ignore[no-any-return]
 
     @classmethod
     def load(cls: type[_T], path: str, *, trusted: bool = False, module: torch.nn.Module | None = None) -> _T:
@@ -51,8 +51,8 @@ class ElasticTorchModel(ElasticModel):
         Raises:
             CheckpointError: the path holds no such model, or a damaged one, or one that needs trust.
         """
-        reader = cls.read().trusted(trusted)
-        return reader.load(path) if module is None else reader.instead(architecture=module).load(path)
+        instead = {} if module is None else {_ARCHITECTURE: module}
+        return ElasticReader(cls, trusted, **instead).load(path)
 
     @classmethod
     def _codec(cls) -> Codec:
@@ -61,18 +61,15 @@ class ElasticTorchModel(ElasticModel):
     def _attach(self, module: torch.nn.Module, fitted: Fitted) -> None:
         self._native, self._fitted = module.eval(), fitted
 
-    def _saved_predictor(self) -> TorchSavedPredictor:
-        device = self.getOrDefault("transform_device")
-        return TorchSavedPredictor(self.module, device, self.getOrDefault("transform_threads"))
+    def _predictor(self) -> Callable[[], Predictor]:
+        return partial(_load_predictor, self.module, self._given("transform_device"), self._given("transform_threads"))
 
     def _batch_size(self) -> int:
         return _CPU_BATCH_SIZE if self.getOrDefault("transform_device").startswith("cpu") else super()._batch_size()
 
-    def _files(self) -> dict[str, bytes]:
-        return {_WEIGHTS: serialization.weights_to_bytes(self.module)}
-
-    def _objects(self) -> dict[str, Any]:
-        return {_ARCHITECTURE: serialization.hollow(self.module)}
+    def _parts(self) -> SavedParts:
+        files = {_WEIGHTS: serialization.weights_to_bytes(self.module)}
+        return SavedParts(self._facts_of_fit().to_json(), files, {_ARCHITECTURE: serialization.hollow(self.module)})
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
         super()._restore(facts, files, objects)
@@ -86,22 +83,12 @@ class ElasticTorchModel(ElasticModel):
             raise
 
 
-@dataclass(frozen=True)
-class TorchSavedPredictor:
-    """A module in the form that is sent to executors, with the settings `transform_device` and `transform_threads`."""
-
-    module: torch.nn.Module
-    device: str
-    threads: int
-
-    def load(self) -> Predictor:
-        torch.set_num_threads(self.threads)
-        try:
-            return TorchPredictor(self.module.to(self.device).eval(), self.device)
-        except (RuntimeError, AssertionError) as error:
-            raise InvalidSettingsError(
-                f"transform_device={self.device!r} cannot be used on this executor: {error}"
-            ) from error
+def _load_predictor(module: torch.nn.Module, transform_device: str, threads: int) -> Predictor:
+    torch.set_num_threads(threads)
+    try:
+        return TorchPredictor(module.to(transform_device).eval(), transform_device)
+    except (RuntimeError, AssertionError) as error:
+        raise InvalidSettingsError(f"{transform_device=!r} cannot be used on this executor: {error}") from error
 
 
 class TorchPredictor:

@@ -17,19 +17,13 @@ from spark_elastic.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class TorchBatch:
-    """Rows of one worker, on the device of the training. `batch["features_0"]` is a tensor by its name.
+    """Rows of one worker, on the device of the training. `batch["features_0"]` is a tensor by its name."""
 
-    Attributes:
-        inputs: the inputs of the model, tensors of shape [rows, ...], as are `labels`.
-        weights: the sample weights, shape [rows]; None: the dataset has none.
-        tensors: all tensors by name, including those that `transformation_fn` has added.
-    """
-
-    inputs: tuple[torch.Tensor, ...]
+    inputs: tuple[torch.Tensor, ...]  # the inputs of the model, tensors of shape [rows, ...], as are `labels`
     labels: tuple[torch.Tensor, ...]
-    weights: torch.Tensor | None
+    weights: torch.Tensor | None  # the sample weights, shape [rows]; None: the dataset has none
     rows: int
-    tensors: Mapping[str, Any]
+    tensors: Mapping[str, Any]  # all tensors by name, including those that `transformation_fn` has added
 
     def __getitem__(self, name: str) -> Any:
         return self.tensors[name]
@@ -45,28 +39,20 @@ class LoggedName(NamedTuple):
 class LoggedValue(NamedTuple):
     """A value that a model has logged, and its weight in the mean of an epoch, such as the number of rows."""
 
-    value: Any
-    """The sum over the rows; or a torchmetrics metric with the states of these rows, until the next step."""
+    value: Any  # the sum over the rows; or a torchmetrics metric with the states of these rows, until the next step
     rows: float
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """The outputs, labels and losses of one forward pass.
-
-    Attributes:
-        sums: the sum of each loss over the rows: scalars with a graph.
-        counts: the denominator of each sum's mean: the rows, or what the loss divides by instead.
-        logged: values that the model has logged.
-        rule: the rule for a prediction from the first output, if the model decides it; see `objective.rule`.
-    """
+    """The outputs, labels and losses of one forward pass."""
 
     outputs: tuple[torch.Tensor, ...]
     labels: tuple[torch.Tensor, ...]
-    sums: list[torch.Tensor]
-    counts: list[float]
-    logged: Mapping[LoggedName, LoggedValue] = field(default_factory=dict)
-    rule: str | None = None
+    sums: list[torch.Tensor]  # the sum of each loss over the rows: scalars with a graph
+    counts: list[float]  # the denominator of each sum's mean: the rows, or what the loss divides by instead
+    logged: Mapping[LoggedName, LoggedValue] = field(default_factory=dict)  # values that the model has logged
+    rule: str | None = None  # the rule for a prediction from the first output, if the model decides it
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,21 +103,13 @@ def summed(
 
 
 class ModelStep(ABC):
-    """A `train_fn` for a kind of models that compute their own loss, and may decide other settings as well.
+    """A `train_fn` for a kind of models that compute their own loss, and may decide other settings as well."""
 
-    Attributes:
-        name: what an error calls the step.
-        decides: the settings that the model decides, which must not be set.
-        makes_optimizer: `configured` returns an optimizer.
-        label_dtype: the type that the model needs for labels that are numbers; None: as in their columns.
-        exact: a call depends on the model's tensors and on its rows alone, as consistency='exact' needs it.
-    """
-
-    name = "the model and its loss"
-    decides: tuple[str, ...] = ()
-    makes_optimizer = False
-    label_dtype: str | None = None
-    exact = False
+    name = "the model and its loss"  # what an error calls the step
+    decides: tuple[str, ...] = ()  # the settings that the model decides, which must not be set
+    makes_optimizer = False  # `configured` returns an optimizer
+    label_dtype: str | None = None  # the type of labels that are numbers; None: as in their columns
+    exact = False  # a call depends on the model's tensors and on its rows alone, as consistency='exact' needs it
 
     def configured(self, model: Any, epochs: int, steps_an_epoch: int | None) -> dict[str, Any]:
         """Return settings of `TorchTraining` that follow from the model and the number of steps, if that is fixed."""

@@ -39,8 +39,6 @@ from spark_elastic.ml.training.engine import first_rows
 
 log = logging.getLogger("spark_elastic.ml")
 
-# --- batches --------------------------------------------------------------------------------------
-
 
 class BatchMaker:
     """A converter of a reader's batches to `TorchBatch`, one for each part of gradient accumulation."""
@@ -51,11 +49,7 @@ class BatchMaker:
         self._device = device
 
     def parts(self, batch: Batch, most: int | None = None) -> list[TorchBatch]:
-        """Divide a batch into at most `most` parts of about equal size; [] if this worker has no rows of it.
-
-        `most` is the number of parts of gradient accumulation, unless it is given. Raises DataError if
-        `transformation_fn` returned something that cannot be trained on.
-        """
+        """Divide a batch into at most `most` parts, or those of accumulation; [] if this worker has no rows of it."""
         if not batch.rows:
             return []
         tensors = {name: self._tensor(name, value) for name, value in self._columns.convert(batch).items()}
@@ -87,8 +81,6 @@ def _batch(tensors: Mapping[str, Any], rows: int) -> TorchBatch:
     return TorchBatch(inputs, labels, tensors.get(WEIGHT), rows, tensors)
 
 
-# --- known losses: how they read labels, and how a prediction follows from an output ---------------
-
 _RULES: Mapping[Any, str] = {
     **dict.fromkeys((nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss), "argmax"),
     **dict.fromkeys((F.cross_entropy, F.nll_loss, F.multi_margin_loss), "argmax"),
@@ -103,8 +95,7 @@ _RULES: Mapping[Any, str] = {
 
 _KNOWN = {*_RULES, *(nn.HingeEmbeddingLoss, F.hinge_embedding_loss, nn.MultiLabelMarginLoss, F.multilabel_margin_loss)}
 """The losses of torch that take an output and a label."""
-_COUNTED = {nn.CrossEntropyLoss, F.cross_entropy, nn.NLLLoss, F.nll_loss}
-"""Those whose mean is divided by the (class weights of the) labels that are not ignored."""
+_COUNTED = {nn.CrossEntropyLoss, F.cross_entropy, nn.NLLLoss, F.nll_loss}  # means over labels that are not ignored
 
 
 def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
@@ -124,10 +115,7 @@ def rule(loss: Any) -> str | None:
 
 
 def _known(loss: Any) -> tuple[Any, Callable[[str, Any], Any]]:
-    """Return which of torch's losses this is, and a function of (name, default) that reads its settings.
-
-    None for a user's own loss: another function, or a subclass with a `forward`, which may do anything.
-    """
+    """Return which of torch's losses this is, None for a user's own, and a function that reads its settings."""
     inner, settings = _unwrapped(loss)
     if inspect.isroutine(inner):
         legacy = {"size_average", "reduce"} & settings.keys()  # they override reduction
@@ -138,23 +126,13 @@ def _known(loss: Any) -> tuple[Any, Callable[[str, Any], Any]]:
 
 
 def label_dtype(loss: Any) -> str | None:
-    """Return the type that this loss needs for scalar labels: INTEGER for class numbers, else FLOAT; None: unknown.
-
-    Spark ML's own stages give class numbers as doubles, and regression labels may be integers.
-    """
+    """Return the type that this loss needs for scalar labels: INTEGER for class numbers, else FLOAT; None: unknown."""
     found = rule(loss)
     return None if found is None else INTEGER if found == "argmax" else FLOAT
 
 
-# --- losses as sums -------------------------------------------------------------------------------
-
-
 class LossTerm:
-    """One loss of one output and one label, as a sum over rows and the denominator of its mean.
-
-    A user's own loss may return the mean over the rows, a value for each row, or (numerator, denominator). With sample
-    weights, it must be able to return a value, or a numerator, for each row.
-    """
+    """One loss of one output and one label, as a sum over rows and the denominator of its mean, see `summed`."""
 
     def __init__(self, loss: Callable[..., Any], weighted: bool) -> None:
         kind, setting = _known(loss)
@@ -164,11 +142,9 @@ class LossTerm:
         self.of_classes = self.rule == "argmax"
         reduction = getattr(loss, "reduction", "mean") if self.own else setting("reduction", "mean")
         self.is_sum = reduction == "sum"
-        self.counted = kind in _COUNTED and reduction == "mean"
-        """The loss divides by the sum of class weights, or by the labels that are not ignored; see `_count`."""
+        self.counted = kind in _COUNTED and reduction == "mean"  # see `_count`
         divided = self.counted or (reduction == "batchmean" and not self.own)
-        self._adds = self.is_sum or divided
-        """What the loss returns is a sum over the elements of a row, or of all rows."""
+        self._adds = self.is_sum or divided  # what the loss returns is a sum over the elements of a row, or of all rows
         self._weight, self._ignored = setting("weight", None), setting("ignore_index", -100)
         self.factors = {} if self.own else {name: setting(name, None) for name in ("weight", "pos_weight")}
         """The factors of a loss of torch by element, perhaps None; they must not be those of a batch's rows."""
@@ -179,10 +155,7 @@ class LossTerm:
             self._loss = _with_reduction(loss, "sum") or loss
 
     def shaped(self, label: torch.Tensor, output: torch.Tensor, at: int) -> torch.Tensor:
-        """Return the label in the shape that a loss of torch needs; a user's own loss gets it as its column has it.
-
-        Raises DataError if the shapes differ by more than a last axis of 1: torch would compare other pairs.
-        """
+        """Return the label in the shape that a loss of torch needs; a user's own loss gets it as its column has it."""
         if self.own or not isinstance(output, torch.Tensor):
             return label
         wanted = output.shape
@@ -216,10 +189,7 @@ class LossTerm:
 
 
 class Objective:
-    """The losses of a training and their weights, for a number of labels and perhaps sample weights.
-
-    Raises InvalidSettingsError if the numbers of losses, weights and labels do not match.
-    """
+    """The losses of a training and their weights, for a number of labels and perhaps sample weights."""
 
     def __init__(
         self,
@@ -232,11 +202,9 @@ class Objective:
         paired: bool | None = None,
     ) -> None:
         self._train_fn = train_fn
-        self.paired = paired
-        """`train_fn` returns (numerator, denominator), not (loss, outputs); None: as each result looks."""
+        self.paired = paired  # `train_fn` returns (numerator, denominator); None: as each result looks
         self._step = train_fn if isinstance(train_fn, ModelStep) else None
-        self._frozen: list[torch.nn.Module] = []
-        """Submodules that were in eval mode when the model was last in training mode."""
+        self._frozen: list[torch.nn.Module] = []  # submodules that are in eval mode in a model in training mode
         self.terms: list[LossTerm] = []
         if train_fn is None:
             several = isinstance(loss, Sequence)
@@ -263,8 +231,7 @@ class Objective:
     def set_mode(self, model: torch.nn.Module, training: bool) -> None:
         """Put the model in training mode or in eval mode; called before steps, also again in a new world.
 
-        Submodules that are in eval mode while the model is in training mode stay in it: a frozen part stays frozen. A
-        model that is in eval mode itself, as one that has made predictions, is put in training mode as a whole.
+        Submodules that are in eval mode while the model is in training mode stay in it: a frozen part stays frozen.
         """
         if model.training:
             self._frozen = [each for each in model.modules() if not each.training]
@@ -273,7 +240,6 @@ class Objective:
             each.training = False
 
     def prepare(self, model: torch.nn.Module, position: StepPosition) -> None:
-        """Prepare a `ModelStep` for the next calls of `forward`."""
         if self._step is not None:
             self._step.prepare(model, position)
 
@@ -297,7 +263,13 @@ class Objective:
                     log.warning("the loss %s failed; %s", term.name, hint)
                 if not isinstance(error, IndexError):
                     raise
-                raise DataError(_out_of_range(term, at, label, outputs[at], error)) from error
+                if not term.of_classes or not label.numel():
+                    raise DataError(f"{term.name} of label_{at}: {error}") from error
+                raise DataError(
+                    f"{term.name}: label_{at} (label column number {at}, from 0) has values from {label.min().item()} "
+                    f"to {label.max().item()} in this batch, and output {at} is of shape {tuple(outputs[at].shape)}: "
+                    f"{error}"
+                ) from error
         return ForwardResult(outputs, batch.labels, [total for total, _ in pairs], [count for _, count in pairs])
 
     def hint(self, outputs: Sequence[Any]) -> str:
@@ -334,8 +306,7 @@ class Objective:
     def share(self, result: ForwardResult, global_rows: int, global_counts: Sequence[float] = ()) -> torch.Tensor:
         """Return this worker's share of the batch's loss, a scalar for `backward`; the shares of all add up to it.
 
-        They do so up to the `scale` of their gradients. `global_rows` are the rows of the whole batch; for `coupled`
-        losses, `global_counts` are the `counts` of all results of it, added up.
+        They do so up to the `scale` of their gradients. `coupled` losses need `global_counts`: the sum of all `counts`.
         """
         divisors = [count or 1.0 for count in global_counts] or [float(global_rows)] * len(self)
         for at, term in enumerate(self.terms):
@@ -347,8 +318,7 @@ class Objective:
     def scale(self, counts: Sequence[float], global_rows: int) -> float:
         """Return the factor by which the sum of all gradients becomes that of the batch's loss.
 
-        `counts` are those of all results of the batch, added up. The factor is 1 for a loss whose mean is one over
-        rows, and without ignored labels.
+        `counts` are those of all results of the batch, added up.
         """
         if self.coupled or len(self) > 1 or not counts[0] or any(term.is_sum for term in self.terms):
             return 1.0
@@ -367,15 +337,6 @@ def like(label: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return the label in this shape, if the two differ by a last axis of 1 alone; else as it is."""
     shape = tuple(shape)
     return label.reshape(shape) if shape in ((*label.shape, 1), label.shape[:-1]) and shape != label.shape else label
-
-
-def _out_of_range(term: LossTerm, at: int, label: torch.Tensor, output: torch.Tensor, error: Exception) -> str:
-    if not term.of_classes or not label.numel():
-        return f"{term.name} of label_{at}: {error}"
-    return (
-        f"{term.name}: label_{at} (label column number {at}, from 0) has values from {label.min().item()} to "
-        f"{label.max().item()} in this batch, and output {at} is of shape {tuple(output.shape)}: {error}"
-    )
 
 
 def outputs_of(value: Any) -> tuple[Any, ...]:

@@ -21,17 +21,11 @@ from spark_elastic.runs import trust
 from spark_elastic.runs.tensors import detached, from_bytes, to_bytes
 from spark_elastic.wire import pickling
 
-_BUFFERS = "spark_elastic.buffers"
-"""The entry of a state's `_metadata` with the buffers that were registered with persistent=False, by name."""
-
-# --- tensors and plain values ---------------------------------------------------------------------
+_BUFFERS = "spark_elastic.buffers"  # the entry of a state's `_metadata` with buffers of persistent=False, by name
 
 
 def state_of(module: torch.nn.Module, where: str = "the model", copy: bool = True) -> OrderedDict[str, Any]:
-    """Copy a module's `state_dict` to the CPU, with the buffers that it leaves out in its `_metadata`.
-
-    With copy=False, the result shares the module's tensors. Raises CheckpointError as `detached` does.
-    """
+    """Copy a module's `state_dict` with `detached`, and the buffers that it leaves out into its `_metadata`."""
     given = module.state_dict()
     state: Any = OrderedDict(detached(given, where, copy))
     others = {name: each for name, each in module.named_buffers() if name not in given}
@@ -55,7 +49,7 @@ def weights_to_bytes(module: torch.nn.Module) -> bytes:
     state: Any = state_of(module, copy=False)
     for tensors in (state, state._metadata.get(_BUFFERS, {})):
         tensors.update({name: _compact(each) for name, each in tensors.items() if isinstance(each, torch.Tensor)})
-    return to_bytes(state)
+    return to_bytes(state, sum(each.nbytes for each in state.values() if isinstance(each, torch.Tensor)))
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,9 +63,6 @@ def trained_copy(module: torch.nn.Module, weights: bytes) -> torch.nn.Module:
     """Return a copy of a module with the weights of `weights_to_bytes`, on the CPU; raise as `fill` does."""
     # not by `copy.deepcopy`, which refuses tensors that a forward pass has computed
     return fill(pickling.round_trip(module).cpu(), from_bytes(weights))
-
-
-# --- modules without weights ----------------------------------------------------------------------
 
 
 def hollow(module: torch.nn.Module) -> torch.nn.Module:
@@ -111,8 +102,6 @@ def _hollow_tensor(shape: tuple[int, ...], dtype: torch.dtype, is_parameter: boo
     return torch.nn.Parameter(zero, requires_grad) if is_parameter else zero
 
 
-# --- settings: the codec --------------------------------------------------------------------------
-
 SUFFIX = "pt"
 _CLASSES_OF = ("torch.nn.modules.", "torch.optim.", "spark_elastic.ml.callbacks")
 _FUNCTIONS_OF = ("torch.nn.functional",)
@@ -120,7 +109,7 @@ _PLAIN = {"builtins.dict": dict, "collections.defaultdict": defaultdict}
 
 
 def dumps(value: Any) -> bytes | None:
-    """Return the value as a file that `loads` accepts; None if it needs a pickle, or the file would lose something."""
+    """Return the value as a file that `loads` accepts; None if it needs a pickle."""
     try:
         file = to_bytes(value)
         lost = differences(*(each if isinstance(each, Mapping) else {"": each} for each in (value, loads(file))))
@@ -144,9 +133,7 @@ def loads(file: bytes) -> Any:
         raise CheckpointError(f"cannot be loaded without trust, by torch {torch.__version__}: {why}") from error
 
 
-def pickled(value: Any) -> bytes:
-    """Return a pickle of the value; loading it needs trust."""
-    return pickling.dumps(value)
+pickled = pickling.dumps  # return a pickle of a value; loading it needs trust
 
 
 def _accepted(path: str) -> Any:

@@ -19,17 +19,11 @@ MODEL_FILE = "model.pt"
 
 
 def global_config() -> dict[str, Any]:
-    """Return the global settings of torch that a model's results depend on, for `adopt`."""
+    """Return the global settings of torch that a model's results depend on."""
     return {
         "default_dtype": torch.get_default_dtype(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
     }
-
-
-def adopt(config: Mapping[str, Any]) -> None:
-    """Give this process the global settings of torch of another one."""
-    for name, value in config.items():
-        getattr(torch, f"set_{name}")(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,8 +39,6 @@ class TorchTraining(Training):
         train_fn: as of the estimator. It is also called for validation, without gradients and in eval mode.
         metrics: metrics by name. With several outputs, output and label are tuples; (index, metric) is for one output.
         logged: the values that the model logs itself: by name a torchmetrics metric, or None for a number.
-        paired: train_fn returns (numerator, denominator), not (loss, outputs); None: not known yet.
-        virtual_workers: None: the workers share each batch.
         config: global settings of torch by name, such as "default_dtype", as they are where the model was made.
     """
 
@@ -61,8 +53,8 @@ class TorchTraining(Training):
     scheduler_monitor: str | None = None
     callbacks: Sequence[Callback] = ()
     logged: Mapping[LoggedName, Any] = field(default_factory=dict)
-    paired: bool | None = None
-    virtual_workers: int | None = None
+    paired: bool | None = None  # train_fn returns (numerator, denominator), not (loss, outputs); None: not known yet
+    virtual_workers: int | None = None  # None: the workers share each batch
     generators: Sequence[Any] = ()
     config: Mapping[str, Any] = field(default_factory=global_config)
 
@@ -70,16 +62,9 @@ class TorchTraining(Training):
         if self.virtual_workers is not None:  # batch normalisation takes the statistics of each shard
             object.__setattr__(self, "sync_batch_norm", False)
 
-    @property
-    def model_nbytes(self) -> int:
-        return sum(each.nbytes for each in self.model.state_dict().values() if isinstance(each, torch.Tensor))
-
 
 def build_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return the given optimizer, or the one that a given class or function makes of the model's parameters.
-
-    Raises InvalidSettingsError for an optimizer of another model, or one that evaluates the loss several times a step.
-    """
+    """Return the given optimizer, or the one that a given class or function makes of the model's parameters."""
     params = list(model.parameters())
     if not params:
         raise InvalidSettingsError(f"the model ({type(model).__name__}) has no parameters that could be trained")
@@ -99,7 +84,6 @@ def build_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-    """Raise InvalidSettingsError if the optimizer has parameters that are not the model's."""
     own = {id(param) for param in model.parameters()}
     foreign = sum(id(param) not in own for group in optimizer.param_groups for param in group["params"])
     if foreign:
@@ -137,8 +121,7 @@ class LearningRateSchedule:
                 "no value"
             )
         self._monitor = training.scheduler_monitor or ("val_loss" if training.validates else "loss")
-        self._warns = self.scheduler is not None
-        """torch may warn at the next step; see `_step`."""
+        self._warns = self.scheduler is not None  # torch may warn at the next step; see `_step`
 
     def after_step(self) -> None:
         if self.scheduler is not None and self._by_step:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 import spark_elastic.torch as hvd
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.torch.engine import TorchEngine
 from spark_elastic.ml.torch.exact import ExactTorchEngine
-from spark_elastic.ml.torch.spec import TorchTraining, adopt
+from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.saving import CallbackStates
 from spark_elastic.ml.training.spec import TrainingResult
 from spark_elastic.ml.training.trainer import Trainer
@@ -16,19 +18,14 @@ from spark_elastic.torch.elastic.state import TorchOptimizerSteps, handler_for
 
 
 def train(training: TorchTraining) -> TrainingResult:
-    """Train a module; run it in the workers of a job: `spark_elastic.run(train, (training,))`.
-
-    Outside of a job this process trains alone. When it returns, the trained model is in `training.store`, in the file
-    `spec.MODEL_FILE`. Raises `InvalidSettingsError` or `DataError` if the settings do not go together or with the data,
-    and `CheckpointError` if `resume_from` cannot be used.
-    """
-    adopt(training.config)
+    """Train a module in a worker, or alone outside of a job; its weights are in the file `spec.MODEL_FILE`."""
+    for name, value in training.config.items():
+        getattr(torch, f"set_{name}")(value)
     hvd.init()
     return assemble(training).run()
 
 
 def assemble(training: TorchTraining) -> Trainer:
-    """Build the trainer of this worker; raise as `train` does."""
     callbacks = [*training.callbacks, *training.plan_callbacks()]
     check_one_best(callbacks)
     kind = TorchEngine if training.virtual_workers is None else ExactTorchEngine

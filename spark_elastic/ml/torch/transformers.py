@@ -67,10 +67,9 @@ class ModelLoss(ModelStep):
 
 
 def _zero_of(outputs: Sequence[torch.Tensor], loss: torch.Tensor) -> torch.Tensor:
-    """Return 0 with a graph to the parameters, for rows without any label that counts.
+    """Return 0 with a graph to the parameters, whose backward pass may hold collectives, for rows without labels.
 
-    The model's mean over no labels may be 0 / 0, whose gradient is NaN even multiplied by 0; so the graph leads
-    through the outputs. There is a graph because a backward pass may hold collectives, as that of a SyncBatchNorm does.
+    It leads through the outputs: the mean over no labels may be 0 / 0, whose gradient is NaN even multiplied by 0.
     """
     found = [each for each in outputs if each.requires_grad]
     if not found:

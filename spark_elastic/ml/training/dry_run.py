@@ -32,8 +32,7 @@ from spark_elastic.wire.pickling import round_trip
 
 log = logging.getLogger("spark_elastic.ml")
 
-ROWS = 4
-"""The number of rows that the step of a dry run takes."""
+ROWS = 4  # the number of rows that the step of a dry run takes
 
 _MOST_ROWS, _MOST_BYTES = 251, 1 << 24
 
@@ -45,27 +44,21 @@ T = TypeVar("T", bound=Training)
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """The result of one step on the first rows; see `ml.model.Fitted` for outputs, taken, rule and why_not.
-
-    Attributes:
-        settings: Settings of the training that only a step shows, such as the names of values that the model logs.
-        of_classes: True if the first label is one integer a row and the first output several values, one for a class.
-    """
+    """The result of one step on the first rows; see `ml.model.Fitted` for outputs, taken, rule and why_not."""
 
     outputs: tuple[OutputShape, ...]
     rule: str | None = None
     why_not: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    of_classes: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the training, such as the values that a model logs
+    of_classes: bool = False  # the first label is one integer a row, and the first output has a value for each class
     taken: tuple[int, ...] = ()
 
 
 @contextmanager
 def user_code(subject: str, rows: int, tensors: Mapping[str, Any]) -> Iterator[None]:
-    """Let errors of the user's code, such as "the model and its loss", name it and the tensors that it gets.
+    """Turn errors of the user's code into a `DataError` that names it and its tensors, which may explain them.
 
-    A fault of the code itself, such as a name that does not exist, stays the error that it is, as does an
-    `InvalidSettingsError`. Anything else becomes a `DataError`: the tensors may explain it.
+    A fault of the code itself, such as a name that does not exist, and an `InvalidSettingsError` stay as they are.
     """
     try:
         yield
@@ -76,8 +69,8 @@ def user_code(subject: str, rows: int, tensors: Mapping[str, Any]) -> Iterator[N
         reason = str(error) if isinstance(error, SparkElasticError) else f"{type(error).__name__}: {_of_graph(error)}"
         raise DataError(
             f"{subject} cannot deal with the first {rows} rows: {reason}\nThe tensors were: {seen}. "
-            "Change what does not fit with input_dtypes, input_shapes, label_shapes, the columns' types or a "
-            "transformation_fn"
+            "Change what does not fit: the model, or the tensors, with input_dtypes, input_shapes, label_shapes, the "
+            "columns' types or a transformation_fn"
         ) from error
 
 
@@ -152,7 +145,6 @@ def rows_of_losses(bytes_a_row: int, least: int) -> int:
 
 
 def check_order(training: Training) -> None:
-    """Raise InvalidSettingsError if the order of the rows does not go with the other settings."""
     dataset, limit = training.dataset, training.cache_bytes
     resolve_order(dataset, order=training.order, shuffle=training.shuffle, cache_bytes=limit)
     if not dataset.store.is_local and limit is not None:  # workers read both splits, the second in order of the files
@@ -163,7 +155,6 @@ def check_order(training: Training) -> None:
 
 
 def check_metric_names(metrics: Iterable[str]) -> None:
-    """Raise InvalidSettingsError if a metric has the name of another column of the history."""
     for name in metrics:
         if name in (*FACTS, "loss") or name.startswith("val_"):
             raise InvalidSettingsError(
@@ -214,7 +205,7 @@ def check_monitors(
 ) -> dict[str, float]:
     """Return a row of the history; raise InvalidSettingsError if a callback, or the plan, monitors a missing column.
 
-    `logs` are those of a training step; `val_logs` those of a validation step, if they are not the same with "val_".
+    Without the `val_logs` of a validation step, they are the `logs` with "val_".
     """
     row = dict.fromkeys(FACTS, 1.0) | dict(logs)
     if training.validates:
@@ -245,10 +236,7 @@ def try_transform(
     inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
     rule: str | None,
 ) -> DryRunResult:
-    """Call the model as `transform` calls it. A failure is a warning, because the training works without it.
-
-    Returns the result of the dry run, with the `rule` of the loss if it suits the first output.
-    """
+    """Call the model as `transform` calls it. A failure is a warning, because the training works without it."""
     features: dict[str, Any] = {
         field.name: reshaped(batch.tensors[field.name], field.shape, batch.rows)
         for field in model_inputs(training.dataset, training.input_shapes)

@@ -5,33 +5,26 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from spark_elastic.collective.objects import allgather_object
 from spark_elastic.collective.operations import allreduce_
-from spark_elastic.collective.reduction import Sum
+from spark_elastic.collective.operators import Sum
+from spark_elastic.data.reader import Batch
 from spark_elastic.elastic.state import ElasticState
 from spark_elastic.errors import UsageError
-from spark_elastic.ml.training.spec import Piece, Progress, Sums, add_sums
-
-if TYPE_CHECKING:
-    from spark_elastic.data.reader import Batch
-    from spark_elastic.ml.training.spec import Training
+from spark_elastic.ml.training.spec import Piece, Progress, Sums, Training, add_sums
 
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class MetricAccumulator(ABC):
-    """The losses and metrics of one training as a float64 vector of sums.
-
-    The vectors of batches, workers and worlds are added up, so each row counts once. A framework decides what the
-    numbers are; `loss_positions` and `rows_position` say where to find those that every training has.
-    """
+    """The losses and metrics of one training as a float64 vector of sums, added up over batches, workers and worlds."""
 
     loss_positions: Sequence[int] = ()
     rows_position: int = -1
@@ -95,15 +88,11 @@ class CallbackEvent(IntEnum):
 class Engine(ABC):
     """One worker's model and optimizer. All workers call the methods that contain collectives alike.
 
-    A batch of `step` and `measure` is what `feed` makes of a reader's batch: this worker's share of a global batch. It
-    has the attributes `start` and `stop` of the reader's batch. `best` is a copy of the model for the weights of the
-    best epoch; None: no callback restores them.
+    `best` is a copy of the model for the weights of the best epoch; None: no callback restores them.
     """
 
-    updating: bool = False
-    """The optimizer has begun to change parameters, and has not finished."""
-    gathers: bool = False
-    """The pieces that `measure` returns have to be gathered from all workers."""
+    updating: bool = False  # the optimizer has begun to change parameters, and has not finished
+    gathers: bool = False  # the pieces that `measure` returns have to be gathered from all workers
 
     def __init__(self, training: Training, model: Any, optimizer: Any, best: Any, metrics: MetricAccumulator) -> None:
         self.model = model
@@ -118,7 +107,6 @@ class Engine(ABC):
     def learning_rate(self) -> float: ...
 
     def set_world(self, rank: int, size: int) -> None:
-        """Set rank and size for the steps in a new world."""
         self._rank, self._size = rank, size
 
     @property
@@ -129,15 +117,11 @@ class Engine(ABC):
     @abstractmethod
     def use_threads(self, count: int) -> None: ...
 
-    def feed(self, batches: Generator[Batch]) -> Generator[Any]:
-        """Convert the reader's batches to those of `step` and `measure`. Closing the result closes `batches`."""
-        return batches
-
     def begin_steps(self) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
         """Put the model into training mode."""
 
     @abstractmethod
-    def step(self, batch: Any, at: Progress, stop: bool) -> Measured:
+    def step(self, batch: Batch, at: Progress, stop: bool) -> Measured:
         """Do the forward and backward passes, the reduction, and the optimizer's step.
 
         A step happens completely, or it raises and the state can be put back to the one before the step. `stop` says
@@ -151,17 +135,13 @@ class Engine(ABC):
         """Put the model into evaluation mode, after the training of an epoch."""
 
     def seed_callbacks(self, event: CallbackEvent, epoch: int = 0, position: int = 0) -> None:  # noqa: B027
-        """Seed the random generators that callbacks may draw from at an event, if the training is to be exact.
-
-        Otherwise they would continue from the last shard that this worker has computed or, in a newcomer and after a
-        resume, from their initial states.
-        """
+        """Seed the random generators that callbacks may draw from at an event, if the training is to be exact."""
 
     @abstractmethod
-    def measure(self, batches: Iterable[Any]) -> tuple[Sums, list[Piece]]:
+    def measure(self, batches: Iterable[Batch]) -> tuple[Sums, list[Piece]]:
         """Measure this worker's rows of batches that all workers measure. The sums are a new vector."""
 
-    def measure_together(self, batches: Iterable[Any], before: Sums) -> tuple[Sums, tuple[Piece, ...]]:
+    def measure_together(self, batches: Iterable[Batch], before: Sums) -> tuple[Sums, tuple[Piece, ...]]:
         """Measure the rows of all workers; return their sums added to `before`, and their metric states."""
         sums, pieces = self.measure(batches)
         global_sums = allreduce_(torch.from_numpy(sums), op=Sum).numpy()
@@ -209,10 +189,7 @@ class Engine(ABC):
 
     @abstractmethod
     def load(self, files: Mapping[str, bytes]) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-        """Load the tensors of a checkpoint. Return the metric states of the epoch's steps, and of its validation.
-
-        Raises CheckpointError if `copies` did not make the files, and other errors if they belong to another model.
-        """
+        """Load the tensors of a checkpoint. Return the metric states of the epoch's steps, and of its validation."""
 
     def close(self) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
         """Release what the training attached to the user's model and optimizer."""
@@ -221,8 +198,7 @@ class Engine(ABC):
 class TrainingState(ElasticState):
     """The elastic state of a training: the framework's tensors, and how far the training has come (`at`).
 
-    Its tensors are never copied: no collective follows a change of them before `at` counts it, so that both belong
-    together wherever a collective can fail, except within an optimizer that calls collectives itself.
+    Its tensors are never copied: no collective follows a change of them before `at` counts it.
     """
 
     at: Progress
@@ -253,12 +229,10 @@ def host_cores(quota: Path = _CPU_QUOTA) -> int:
 
 
 def threads_for(requested: int | None, cores: int, workers: int) -> int:
-    """Return the requested number of threads, or an equal share of the host's cores, at least one."""
     return requested or max(1, cores // workers)
 
 
 def first_rows(training: Training, rows: int) -> Batch:
-    """Read the first rows of the training dataset, in the order of its files."""
     cache: dict[str, Any] = {"cache_dir": training.cache_dir, "cache_bytes": training.cache_bytes}
     with training.dataset.reader("train", batch_size=rows, shuffle=False, prefetch=0, **cache) as reader:
         return next(iter(reader.epoch(0)))

@@ -6,23 +6,17 @@ import contextlib
 import json
 import math
 import threading
-from typing import TYPE_CHECKING
 
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.callbacks import Callback, Logs, followed_value
-from spark_elastic.ml.training.spec import Progress, TrainingPhase
+from spark_elastic.ml.training.engine import Engine, TrainingState
+from spark_elastic.ml.training.spec import Progress, Training, TrainingPhase
 from spark_elastic.reporting.history import FACTS, History, Row
 from spark_elastic.wire.messages import EpochEnded, LiveProgress
 from spark_elastic.wire.worker_link import WorkerLink
 
-if TYPE_CHECKING:
-    from spark_elastic.ml.training.engine import Engine, TrainingState
-    from spark_elastic.ml.training.spec import Training
-
-REPORT_INTERVAL_S = 0.25
-"""Time between two reports. A person sees no more, and a report costs well below a millisecond."""
-CLOSE_TIMEOUT_S = 1.0
-"""Longest wait for the last report at the end of a training."""
+REPORT_INTERVAL_S = 0.25  # time between two reports. A person sees no more, and a report costs well below a millisecond
+CLOSE_TIMEOUT_S = 1.0  # longest wait for the last report at the end of a training
 
 
 class RunView:
@@ -35,13 +29,10 @@ class RunView:
         self.model, self.optimizer = engine.model, engine.optimizer
         self._state = state
         self.rank, self.size = 0, 1
-        self._logs: tuple[int, Logs] = (-1, {})
-        """The last `logs`, with the `serial` that they were computed at."""
+        self._logs: tuple[int, Logs] = (-1, {})  # the last `logs`, with the `serial` that they were computed at
         self.wants_restore = False
-        self.caller = Callback()
-        """The callback whose `on_epoch_end` is running."""
-        self.stop_reason = ""
-        """Set by `stop` and never cleared: all workers act on it at the next reduction that succeeds."""
+        self.caller = Callback()  # the callback whose `on_epoch_end` is running
+        self.stop_reason = ""  # set by `stop` and never cleared: all act on it at the next reduction
         self.clear_requests()
 
     def clear_requests(self) -> None:
@@ -93,9 +84,8 @@ class RunView:
 class Reporter:
     """Reports the progress of a training to the driver, on its own thread, so that no step waits for it.
 
-    It reads `run.at`, which is replaced as a whole after each step and never changed. Rank 0 alone reports, also of a
-    silent training, which has a status page: first the epochs whose end this worker has seen (the driver ignores those
-    that it knows already), then the present position.
+    Rank 0 alone reports, also of a silent training, which has a status page: first the epochs whose end this worker has
+    seen (the driver ignores those that it knows already), then the present position.
     """
 
     def __init__(self, run: RunView, link: WorkerLink) -> None:
@@ -150,17 +140,13 @@ class Reporter:
 
 
 class EpochRows:
-    """Hands the rows of finished epochs to the callbacks on the driver, and asks for their decision. Rank 0 does.
-
-    A row may be sent more than once, and is sent again by a worker that becomes rank 0; the driver counts it once.
-    """
+    """Hands the rows of finished epochs to the driver's callbacks, perhaps twice, and asks for their decision."""
 
     def __init__(self, run: RunView, link: WorkerLink, wait_s: float) -> None:
         self._run = run
         self._link = link
         self._wait_s = wait_s
-        self._sent = 0
-        """Rows of the history that were sent, or were there before this worker began."""
+        self._sent = 0  # rows of the history that were sent, or were there before this worker began
 
     def start(self) -> None:
         self._sent = len(self._run.history)
@@ -170,27 +156,19 @@ class EpochRows:
         history = self._run.history
         if self._run.rank == 0:
             for row in history[self._sent :]:
-                self._link.report_epoch(int(row["epoch"]), _as_json(row))
+                self._link.report_epoch(int(row["epoch"]), json.dumps(dict(row)).encode())
             self._sent = len(history)
 
     def ended(self, row: Row) -> str:
         """Send the row of the epoch that ends. Returns the reason to end the training after it, or ""."""
         if self._run.rank != 0:
             return ""
-        epoch = int(row["epoch"])
+        epoch, text = int(row["epoch"]), json.dumps(dict(row)).encode()
         self._sent = epoch + 1
-        if not self._wait_s:
-            self._link.report_epoch(epoch, _as_json(row))
-            return ""
         # The other workers wait in a collective meanwhile, and must not be taken for stuck.
         longest_s = min(self._wait_s, self._link.stall_timeout_s / 2 or self._wait_s)
-        return self._link.ask_after_epoch(epoch, _as_json(row), longest_s)
-
-
-def _as_json(row: Row) -> bytes:
-    return json.dumps(dict(row)).encode()
+        return self._link.report_epoch(epoch, text, longest_s)
 
 
 def loss_and_metrics(row: Row) -> dict[str, float]:
-    """Return the loss and the metrics in a row of the history."""
     return {name: float(value) for name, value in row.items() if name not in FACTS and value is not None}

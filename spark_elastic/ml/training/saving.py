@@ -6,11 +6,12 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spark_elastic import clock
 from spark_elastic.collective.process import process
 from spark_elastic.data.reader import resolve_order, window_settings_of
+from spark_elastic.data.store import Store
 from spark_elastic.elastic.finish import loops
 from spark_elastic.errors import CheckpointError, InvalidSettingsError, RunTakenError
 from spark_elastic.ml.callbacks import Callback
@@ -31,21 +32,13 @@ from spark_elastic.runs.checkpoints import (
 from spark_elastic.runs.lease import RunMissingError
 from spark_elastic.wire.worker_link import notify
 
-if TYPE_CHECKING:
-    from spark_elastic.data.store import Store
-
 log = logging.getLogger("spark_elastic.ml")
 
 SAVE_TIMEOUT_VARIABLE = "SPARK_ELASTIC_SAVE_TIMEOUT"
 """Environment variable of the workers: seconds during which writing the result is retried."""
-SAVE_TIMEOUT_S = 300.0
-"""The default: a failover of HDFS takes a minute, and a person can make room on a full disk."""
-RETRY_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Pauses between attempts; the last one repeats."""
+SAVE_TIMEOUT_S = 300.0  # the default: a failover of HDFS takes a minute, and a person can make room on a full disk
+RETRY_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # pauses between attempts; the last one repeats
 NOTIFY_INTERVAL_S = 30.0
-
-
-# --- checkpoints --------------------------------------------------------------------------------
 
 
 class CheckpointSchedule:
@@ -72,7 +65,6 @@ class CheckpointSchedule:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Start the clock of `every_seconds`."""
         self._last = clock.monotonic()
 
     def after_step(self, run: RunView) -> None:
@@ -171,16 +163,12 @@ class CallbackStates:
 
 
 def callback_states(callbacks: Sequence[Callback]) -> list[dict[str, Any]]:
-    """Return the states of the callbacks as they are written to a checkpoint."""
     return [{"class": _class_name(each), "state": dict(each.state_dict())} for each in callbacks]
 
 
 def _class_name(callback: Callback) -> str:
     """Return the class of a callback; of an adapter, that of the framework's callback in it."""
     return type(getattr(callback, "wrapped", callback)).__qualname__
-
-
-# --- the result ---------------------------------------------------------------------------------
 
 
 def save_timeout_s(environment: Mapping[str, str]) -> float:
@@ -202,7 +190,7 @@ class ResultWriter:
     twice that time.
 
     Args:
-        make_files: Returns the files by name, in the order in which they are written.
+        files: By name, in the order in which they are written.
         before: Called before the first file is written.
         check: Raises `RunTakenError` if this process must not write any more; that is not retried.
     """
@@ -210,7 +198,7 @@ class ResultWriter:
     def __init__(
         self,
         store: Store,
-        make_files: Callable[[], Mapping[str, bytes]],
+        files: Mapping[str, bytes],
         check: Callable[[], None],
         notify: Callable[[str], None],
         *,
@@ -221,9 +209,8 @@ class ResultWriter:
     ) -> None:
         self.unsaved: dict[str, bytes] = {}
         self._store = store
-        self._make_files = make_files
         self._before = before
-        self._left: dict[str, bytes] = {}  # files that were not written yet
+        self._left = dict(files)  # files that were not written yet
         self._check = check
         self._notify = notify
         self._timeout_s = timeout_s
@@ -268,7 +255,6 @@ class ResultWriter:
 
     def _work(self) -> None:
         try:
-            self._left = dict(self._make_files())
             self._before()
             deadline = self._now() + self._timeout_s
             for file, data in list(self._left.items()):

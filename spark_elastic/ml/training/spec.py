@@ -2,66 +2,52 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.store import Store
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback
 from spark_elastic.reporting.history import History
-
-if TYPE_CHECKING:
-    from spark_elastic.data.dataset import Dataset
-    from spark_elastic.data.store import Store
-    from spark_elastic.runs.lease import Fence
+from spark_elastic.runs.lease import Fence
 
 HISTORY_FILE = "history.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPlan:
-    """When durable checkpoints are written, and which are kept.
+    """When durable checkpoints are written, and which are kept."""
 
-    Attributes:
-        every_epochs: Write one at the end of every n-th epoch; None: not at the end of epochs.
-        every_seconds: Write one when this time has passed since the last.
-        keep: Number of the newest checkpoints that are kept, besides the best epoch's by the column `best_of` and its
-            `mode` (see `callbacks.Monitor`).
-    """
-
-    every_epochs: int | None = 1
-    every_seconds: float | None = None
-    keep: int = 3
-    best_of: str | None = None
+    every_epochs: int | None = 1  # write one at the end of every n-th epoch; None: not at the end of epochs
+    every_seconds: float | None = None  # write one when this time has passed since the last
+    keep: int = 3  # this many of the newest, besides the best epoch's
+    best_of: str | None = None  # the column by which an epoch is best; `mode` is as of `callbacks.Monitor`
     mode: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Training(ABC):
+class Training:
     """The settings of one training; each framework adds its own. Pickled as a whole.
 
     Tensors of the dataset are named "features_0", ...; "label_0", ...; "sample_weight". Fields that are not explained
     here are settings of the estimators, see `ml.shared_params`, or arguments of `data.reader.BatchReader`.
 
     Attributes:
-        dataset: The rows to train on; its split "validation", if it has one, is evaluated after every epoch.
-        store: The folder of this run, for the trained model, the history and the checkpoints.
         accumulation, clip_norm, clip_value, compression: `accumulation_steps`, `gradient_clip_norm` and so on.
         seed: Seed of the order, and of the random numbers of a step (dropout), which follow from (seed, epoch,
             position, rank): a repeated step gets the same ones, another world gets others.
-        checkpoints: None: only checkpoints that callbacks request are written.
-        resume_from: Name of the checkpoint to resume from.
         fence: Lets a worker check that its driver still holds the run; None if no other driver can take it.
-        driver_decides_s: Seconds to wait at the end of an epoch for the driver's callbacks; 0: they get the epochs,
-            and no worker waits; None: there are none.
+        driver_decides_s: Seconds to wait at the end of an epoch for the driver's callbacks; 0: they get the epochs, and
+            no worker waits; None: there are none.
     """
 
-    dataset: Dataset
-    store: Store
+    dataset: Dataset  # the rows to train on; its split "validation", if it has one, is evaluated after every epoch
+    store: Store  # the folder of this run, for the trained model, the history and the checkpoints
     transformation_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
     batch_size: int | None = None
     per_worker_batch_size: int | None = None
@@ -74,8 +60,8 @@ class Training(ABC):
     clip_value: float | None = None
     compression: str = "none"
     sync_batch_norm: bool = True
-    checkpoints: CheckpointPlan | None = None
-    resume_from: str | None = None
+    checkpoints: CheckpointPlan | None = None  # None: only checkpoints that callbacks request are written
+    resume_from: str | None = None  # name of the checkpoint to resume from
     fence: Fence | None = None
     device: str | None = None
     num_threads: int | None = None
@@ -91,26 +77,17 @@ class Training(ABC):
 
     @property
     def validates(self) -> bool:
-        """True if there are rows to validate with."""
         return "validation" in self.dataset.splits and self.dataset.rows("validation") > 0
 
-    @property
-    @abstractmethod
-    def model_nbytes(self) -> int:
-        """About the size of the trained model's file, in bytes."""
-
     def plan_callbacks(self) -> list[Callback]:
-        """Return the callbacks that carry out the checkpoint plan."""
         plan = self.checkpoints
         if plan is None or plan.best_of is None:
             return []
         return [BestCheckpoint(plan.best_of, mode=plan.mode, restore=False)]
 
 
-Sums = npt.NDArray[np.float64]
-"""Measurements of a batch that can be added over batches and workers: losses, metrics, row counts."""
-Piece = dict[str, dict[str, Any]]
-"""Metric states of one worker's batch that cannot be added and are gathered instead: by metric, by state."""
+Sums = npt.NDArray[np.float64]  # measurements that can be added: losses, metrics, row counts
+Piece = dict[str, dict[str, Any]]  # metric states to gather: by metric, by state
 
 
 class TrainingPhase(str, Enum):
@@ -118,19 +95,14 @@ class TrainingPhase(str, Enum):
 
     TRAIN = "train"
     VALIDATE = "validate"
-    EPOCH_END = "epoch end"
-    """The epoch's row of the history, callbacks, learning rate."""
-    FINISH = "finish"
-    """The model is written, and all workers wait for that."""
+    EPOCH_END = "epoch end"  # the epoch's row of the history, callbacks, learning rate
+    FINISH = "finish"  # the model is written, and all workers wait for that
     DONE = "done"
 
 
 @dataclass(frozen=True, slots=True)
 class Diverged:
-    """Why a training ended without a model: the loss of a step, or a weight after the last step, is not finite.
-
-    `step` and `epoch` are those of `Progress` before the step. `loss` is None if it was finite and a weight is not.
-    """
+    """Why a training ended without a model: a loss that is not finite, or if `loss` is None a weight at the end."""
 
     step: int
     epoch: int
@@ -150,33 +122,23 @@ class Progress:
     """How far a training has come: one immutable value, replaced after each step and each turn of a validation.
 
     The plain part of a training's state; the tensors are in the model and the optimizer.
-
-    Attributes:
-        position: Rows of the epoch's order that were trained on.
-        serial: Steps and validation turns so far; orders checkpoints by age.
-        sums: Sums over this epoch's steps, as the engine measures them; `pieces` are their metric states.
-        val_position: Rows of the validation split that were evaluated; `val_sums` and `val_pieces` are of them.
-        began: Start of the epoch, in seconds since 1970 by the clock of rank 0; None before it.
-        stopped: Why this epoch is the last one, if it is not the last by number; otherwise "".
-        best_epoch: The epoch whose weights are kept as the best.
-        diverged: Set when the training ends without a model. Never in a checkpoint.
     """
 
     phase: TrainingPhase = TrainingPhase.TRAIN
     epoch: int = 0
-    position: int = 0
+    position: int = 0  # rows of the epoch's order that were trained on
     step: int = 0
-    serial: int = 0
-    sums: Sums = field(default_factory=lambda: np.zeros(0))
+    serial: int = 0  # steps and validation turns so far; orders checkpoints by age
+    sums: Sums = field(default_factory=lambda: np.zeros(0))  # over this epoch's steps; `pieces` are its metric states
     pieces: tuple[Piece, ...] = ()
-    val_position: int = 0
+    val_position: int = 0  # rows of the validation split that were evaluated; `val_sums` and `val_pieces` are of them
     val_sums: Sums = field(default_factory=lambda: np.zeros(0))
     val_pieces: tuple[Piece, ...] = ()
-    began: float | None = None
+    began: float | None = None  # start of the epoch, in seconds since 1970 by the clock of rank 0; None before it
     history: History = field(default_factory=History)
-    stopped: str = ""
-    best_epoch: int | None = None
-    diverged: Diverged | None = None
+    stopped: str = ""  # why this epoch is the last one, if it is not the last by number; otherwise ""
+    best_epoch: int | None = None  # the epoch whose weights are kept as the best
+    diverged: Diverged | None = None  # set when the training ends without a model. Never in a checkpoint
 
     def __deepcopy__(self, memo: Any) -> Progress:
         return self  # the state is copied after every step, and nothing in here is ever changed
@@ -216,21 +178,13 @@ _SUMS = ("sums", "val_sums")
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """The result of a training in one worker; equal in all workers but for the clock and where stated.
-
-    Attributes:
-        stopped: Why the training ended before the last epoch; "" otherwise.
-        restored: The epoch whose weights the trained model has; None: those of the last step.
-        diverged: Why there is no trained model.
-        caused_divergence: The non-finite loss came from this worker's own rows; differs between workers.
-        unsaved: Files by name that rank 0 could not write to the store; empty in other workers.
-    """
+    """The result of a training in one worker; equal in all workers but for the clock and where stated."""
 
     history: History
     steps: int
     epochs: int
-    stopped: str = ""
-    restored: int | None = None
-    diverged: Diverged | None = None
-    caused_divergence: bool = False
-    unsaved: Mapping[str, bytes] = field(default_factory=dict)
+    stopped: str = ""  # why the training ended before the last epoch; "" otherwise
+    restored: int | None = None  # the epoch whose weights the trained model has; None: those of the last step
+    diverged: Diverged | None = None  # why there is no trained model
+    caused_divergence: bool = False  # the non-finite loss came from this worker's own rows; differs between workers
+    unsaved: Mapping[str, bytes] = field(default_factory=dict)  # the files that rank 0 could not write to the store

@@ -20,9 +20,9 @@ import torch
 
 from spark_elastic import clock
 from spark_elastic.collective.operations import allreduce_, barrier, broadcast_
+from spark_elastic.collective.operators import Max
 from spark_elastic.collective.process import process
-from spark_elastic.collective.reduction import Max
-from spark_elastic.data.reader import BatchReader
+from spark_elastic.data.reader import Batch, BatchReader
 from spark_elastic.elastic.frontend import frontend
 from spark_elastic.elastic.handlers import Handlers, StateHandler
 from spark_elastic.elastic.loop import elastic_loop
@@ -49,8 +49,7 @@ from spark_elastic.wire.worker_link import notify
 
 log = logging.getLogger("spark_elastic.ml")
 
-VALIDATION_TURN_BATCHES = 16
-"""Batches of a validation between two reductions: the most that is repeated when a worker is lost."""
+VALIDATION_TURN_BATCHES = 16  # between two reductions: the most that is repeated when a worker is lost
 POLL_S = 0.5
 """Wait for this worker's files between two reductions at the end. Saving may take minutes, and the reductions show the
 other workers meanwhile that this one is not stuck."""
@@ -60,13 +59,7 @@ class Trainer:
     """Runs the phases of a training in one worker: train, validate, epoch end, finish.
 
     `state.at` is the progress of the training, with the next phase; `view` shows it to callbacks and the reporter.
-
-    Args:
-        callback_states: The states of the callbacks, as one value of the elastic state; `values` are further ones.
-        handler_of, make_steps: As of `ElasticState`.
-
-    Raises:
-        CheckpointError: The checkpoint to resume from cannot be used.
+    `callback_states`, as one value of the elastic state, `handler_of`, `make_steps` and `values` are as of it.
     """
 
     def __init__(
@@ -91,14 +84,11 @@ class Trainer:
         link, decides_s = worker_link.current(), training.driver_decides_s
         self.reporter = None if link is None else Reporter(self.view, link)
         self.epoch_rows = None if link is None or decides_s is None else EpochRows(self.view, link, decides_s)
-        self._on_batch_begin = _overridden(self.callbacks, "on_batch_begin")
-        self._on_batch_end = _overridden(self.callbacks, "on_batch_end")
         self._caused_divergence = False
         self._readers: dict[str, BatchReader] = {}
         self._begun = False
         self._save_timeout_s = save_timeout_s(os.environ)
-        self._result_writer: ResultWriter | None = None
-        """Set once this worker was rank 0 at the end of the training."""
+        self._result_writer: ResultWriter | None = None  # set once this worker was rank 0 at the end of the training
         self._phases = {
             TrainingPhase.TRAIN: self._train,
             TrainingPhase.VALIDATE: self._validate,
@@ -109,8 +99,6 @@ class Trainer:
         self._reader("train").preload()
 
     def run(self) -> TrainingResult:
-        """Do the training, through any number of worlds."""
-
         def loop(state: TrainingState) -> TrainingResult:
             self.run_in_world()
             return self._result()
@@ -121,9 +109,7 @@ class Trainer:
             self.close()
 
     def run_in_world(self) -> None:
-        """Continue from the present state to the end. Called again in each new world, after `HorovodInternalError` (a
-        collective failed) or `HostsUpdatedInterrupt` (the world is about to change).
-        """
+        """Continue from the present state to the end; called again in each new world."""
         world = process.require()
         self.view.rank, self.view.size = world.rank, world.size
         if self._begun and self.epoch_rows is not None:
@@ -174,7 +160,6 @@ class Trainer:
 
     @property
     def _batch_size(self) -> int:
-        """Rows of a global batch in this world."""
         return self.training.batch_size or (self.training.per_worker_batch_size or 1) * self.view.size
 
     def _reader(self, split: str) -> BatchReader:
@@ -195,10 +180,7 @@ class Trainer:
             )
         return self._readers[split]
 
-    # --- train ------------------------------------------------------------------------------------
-
     def _train(self) -> None:
-        """Do the remaining steps of the epoch."""
         state = self.state
         if state.at.began is None:
             if state.at.position == 0:
@@ -208,25 +190,27 @@ class Trainer:
             state.at = replace(state.at, began=clock.wall())
         self.engine.begin_steps()
         reader = self._reader("train")
-        batches = reader.epoch(state.at.epoch, state.at.position, batch_size=self._batch_size)
         # Closed at once: the caller may keep the error of a failed step, and with its traceback this generator, whose
         # read-ahead threads would never end.
-        with closing(self.engine.feed(batches)) as fed:
-            for batch in fed:
+        with closing(reader.epoch(state.at.epoch, state.at.position, batch_size=self._batch_size)) as batches:
+            for batch in batches:
                 self._step(batch, last=batch.stop >= reader.rows)
                 if state.at.phase is not TrainingPhase.TRAIN:
                     return
 
-    def _step(self, batch: Any, last: bool) -> None:
+    def _step(self, batch: Batch, last: bool) -> None:
         state, at, view = self.state, self.state.at, self.view
-        if self._on_batch_begin:
+        if self.callbacks:
             self.engine.seed_callbacks(CallbackEvent.BATCH_BEGIN, at.epoch, at.position)
-        for call in self._on_batch_begin:
-            call(view)
+        for callback in self.callbacks:
+            callback.on_batch_begin(view)
         measured = self.engine.step(batch, at, bool(view.stop_reason))
         loss = None if self.training.allow_nan_loss else self.engine.metrics.non_finite_loss(measured.sums)
-        if loss is not None:
-            self._diverge(loss)
+        if loss is not None:  # all workers come here together, and no callback is called any more
+            self._caused_divergence = self.engine.has_local_non_finite_loss()
+            diverged = Diverged(at.step, at.epoch, loss)
+            state.at = replace(at, phase=TrainingPhase.FINISH, serial=at.serial + 1, diverged=diverged)
+            state.check_host_updates()
             return
         phase, stopped = TrainingPhase.TRAIN, at.stopped
         if measured.stop:
@@ -243,26 +227,12 @@ class Trainer:
             pieces=at.pieces + measured.pieces,
             stopped=stopped,
         )
-        for call in self._on_batch_end:
-            call(view)
+        for callback in self.callbacks:
+            callback.on_batch_end(view)
         self._checkpoints.after_step(view)
         state.check_host_updates()
 
-    def _diverge(self, loss: float) -> None:
-        """End the training after a step whose loss is not finite. Nothing more is written, no callback is called.
-
-        All workers come here together, because the loss is a result of their reduction.
-        """
-        state, at = self.state, self.state.at
-        self._caused_divergence = self.engine.has_local_non_finite_loss()
-        diverged = Diverged(at.step, at.epoch, loss)
-        state.at = replace(at, phase=TrainingPhase.FINISH, serial=at.serial + 1, diverged=diverged)
-        state.check_host_updates()
-
-    # --- validate ---------------------------------------------------------------------------------
-
     def _validate(self) -> None:
-        """Evaluate the remaining rows of the validation split."""
         state = self.state
         if state.at.val_position == 0:
             self.engine.share_buffers()
@@ -271,18 +241,17 @@ class Trainer:
                 callback.on_validation_begin(self.view)
         self.engine.begin_validation(state.at)
         reader = self._reader("validation")
-        batches = reader.epoch(0, state.at.val_position, batch_size=self._batch_size)
-        with closing(self.engine.feed(batches)) as fed:
+        with closing(reader.epoch(0, state.at.val_position, batch_size=self._batch_size)) as batches:
             while state.at.phase is TrainingPhase.VALIDATE:
-                self._validate_turn(fed, reader.rows)
+                self._validate_turn(batches, reader.rows)
 
-    def _validate_turn(self, fed: Generator[Any], rows: int) -> None:
+    def _validate_turn(self, epoch: Generator[Batch], rows: int) -> None:
         state, at = self.state, self.state.at
         position = at.val_position
 
-        def batches() -> Generator[Any]:
+        def batches() -> Generator[Batch]:
             nonlocal position
-            for batch in itertools.islice(fed, VALIDATION_TURN_BATCHES):
+            for batch in itertools.islice(epoch, VALIDATION_TURN_BATCHES):
                 yield batch
                 position = batch.stop
 
@@ -296,8 +265,6 @@ class Trainer:
             val_pieces=at.val_pieces + pieces,
         )
         state.check_host_updates()
-
-    # --- end of an epoch --------------------------------------------------------------------------
 
     def _end_epoch(self) -> None:
         """Compute the epoch's row of the history, call the callbacks, and decide together whether to continue."""
@@ -358,14 +325,12 @@ class Trainer:
         return logs, self.engine.metrics.logs(val_sums, at.val_pieces, "val_") if at.val_sums.size else {}
 
     def _show_epoch(self, at: Progress, row: Mapping[str, float]) -> None:
-        if _has_nan_loss(row) and not any(map(_has_nan_loss, at.history)):
+        if math.isnan(row.get("loss", 0.0)) and not any(math.isnan(past.get("loss", 0.0)) for past in at.history):
             allowed = "the training continues because allow_nan_loss is set"
             why = allowed if self.training.allow_nan_loss else "the loss ignores the labels of all its rows"
             log.warning("the loss of epoch %d is NaN; %s", at.epoch + 1, why)
         if self.training.verbose and self.reporter is None:
             print(epoch_line(at.epoch, self.training.epochs, row["seconds"], loss_and_metrics(row)), flush=True)
-
-    # --- finish -----------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         """Write the model on the present rank 0, again if the previous one was lost, and wait for it on all workers."""
@@ -374,7 +339,13 @@ class Trainer:
             self._finish_model()
         if state.at.diverged is None:
             if self.view.rank == 0 and self._result_writer is None:
-                self._result_writer = self._start_result_writer()
+                training, (name, model) = self.training, self.engine.model_file()
+                files = {name: model, HISTORY_FILE: state.at.history.dumps().encode()}
+                check = (lambda: None) if training.fence is None else training.fence.check
+                before, timeout_s = self._drain_checkpoints, self._save_timeout_s
+                self._result_writer = ResultWriter(
+                    training.store, files, check, notify, before=before, timeout_s=timeout_s
+                )
             self._wait_for_all()
         else:  # without a model; checkpoints that were written before stay
             if self.view.rank == 0:
@@ -394,17 +365,6 @@ class Trainer:
         if not self.training.allow_nan_loss and engine.has_nan():  # the weights are the same on all workers
             state.at = replace(state.at, diverged=Diverged(state.at.step - 1, state.at.epoch - 1, None))
 
-    def _start_result_writer(self) -> ResultWriter:
-        training, history = self.training, self.state.at.history
-        name, model = self.engine.model_file()
-
-        def make_files() -> dict[str, bytes]:
-            return {name: model, HISTORY_FILE: history.dumps().encode()}
-
-        check = (lambda: None) if training.fence is None else training.fence.check
-        before, timeout_s = self._drain_checkpoints, self._save_timeout_s
-        return ResultWriter(training.store, make_files, check, notify, before=before, timeout_s=timeout_s)
-
     def _drain_checkpoints(self) -> None:
         try:
             self._checkpoints.writer.drain(max(self._save_timeout_s, SLOW_S))
@@ -412,25 +372,10 @@ class Trainer:
             notify(str(error))
 
     def _wait_for_all(self) -> None:
-        """Wait until the files are written and all workers have compared the rows that they read with their checksums.
-
-        Raises `DatasetError` if rows were damaged, and `RunTakenError` if another driver has taken over the run.
-        """
+        """Wait until the files are written and all workers have compared the checksums of the rows that they read."""
         waiting = True
         while waiting:
             done = self._result_writer is None or self._result_writer.is_done(POLL_S)
             timeout_s = POLL_S if done else 0.0
             done = all(reader.checked(timeout_s) for reader in self._readers.values()) and done
             waiting = bool(allreduce_(torch.tensor([float(not done)]), op=Max).item())
-
-
-def _overridden(callbacks: Sequence[Callback], event: str) -> list[Callable[..., None]]:
-    """Return the methods for this event of callbacks that override it; at every batch, most do nothing."""
-    empty = getattr(Callback, event)
-    return [
-        call for call in (getattr(each, event) for each in callbacks) if getattr(call, "__func__", call) is not empty
-    ]
-
-
-def _has_nan_loss(row: Mapping[str, float]) -> bool:
-    return math.isnan(row.get("loss", 0.0))

@@ -8,7 +8,7 @@ from pyspark.ml.evaluation import RegressionEvaluator
 
 from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
 from spark_elastic.errors import CheckpointError, DataError
-from spark_elastic.spark.connect_session import SentFile
+from spark_elastic.spark.connect_session import Sent
 from tests.integration.connect.server import ConnectServer
 from tests.integration.processes import GONE_S, assert_gone
 from tests.leftovers import Before
@@ -77,7 +77,9 @@ def test_fitted_model_predicts_on_the_executors(model, points):
     predicted = model.transform(points)
     assert rmse(predicted) < 1.0
     assert predicted.columns == ["a.b", "z", "y", "output", "prediction"]
-    assert isinstance(model._shipments.popitem()[1][1], SentFile)  # too large to travel in each query
+    sent = model._shipments.popitem()[1][1]
+    assert isinstance(sent, Sent)
+    assert sent.file  # too large to travel in each query
 
 
 def test_saved_model_is_loaded_and_predicts_the_same(model, points, tmp_path):

@@ -12,7 +12,7 @@ from pyspark.sql import functions as F
 from spark_elastic.data.catalog import DATASETS
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.materialization import materialize
-from spark_elastic.data.shared_store import PROBE, check_shared
+from spark_elastic.data.shared_store import PROBE, ensure_shared
 from spark_elastic.errors import StoreError
 from spark_elastic.spark.session import cluster_of
 from tests.integration.clusters import local_cluster
@@ -68,7 +68,7 @@ def test_task_that_dies_while_it_writes_is_repeated_and_counts_once(cluster, sto
 
 @pytest.mark.nightly
 def test_shared_store_passes_the_check(cluster, store):
-    check_shared(store, cluster_of(cluster.sc))
+    ensure_shared(store, cluster_of(cluster.sc))
     assert not [entry for entry in store.list() if entry.path.startswith(PROBE)]
     assert store.list(DATASETS) == []
 

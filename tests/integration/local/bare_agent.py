@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import platform
 import sys
 
 from spark_elastic.membership.topology import SlotReport
@@ -12,5 +11,5 @@ from spark_elastic.task.main import die_with_parent
 if __name__ == "__main__":
     die_with_parent(os.getppid())
     order, slot, host, cores = pickle.load(sys.stdin.buffer)
-    outcome = run_agent(order, slot, 0, SlotReport(host, f"local-{slot}", {}, cores, (), platform.python_version()))
+    outcome = run_agent(order, slot, 0, SlotReport(host, f"local-{slot}", {}, cores, ()))
     pickle.dump(outcome, sys.stdout.buffer)

@@ -103,8 +103,8 @@ def test_a_finished_workers_result_that_is_lost_with_its_agent_is_made_again(sta
         cooldown_range=None,
     )
     wait_until(lambda: 2 in job._driver._machine.registry.states[WorkerState.DONE], WAIT_S, "worker 2 is done")
-    pids = job._driver._launcher.agent_pids()
-    os.kill(pids[job._driver._machine.registry.workers[2].place.slot], signal.SIGKILL)
+    agents = job._driver._launcher._processes
+    os.kill(agents[job._driver._machine.registry.workers[2].place.slot].pid, signal.SIGKILL)
     wait_until(lambda: "round 1 broke" in job.status().waiting_for, WAIT_S, "the loss is seen")
     assert "after the loop" in job.status().waiting_for
     (tmp_path / "go").touch()

@@ -64,10 +64,10 @@ def test_survivors_go_on_from_the_last_step_when_a_worker_is_killed(start_job, t
 def test_a_killed_agent_takes_its_worker_along_and_is_replaced(start_job, tmp_path):
     job = start_job(loops.steps, (str(tmp_path), 2000), num_proc=2, min_num_proc=1)
     before = {pid_of(tmp_path, rank, 1) for rank in range(2)}
-    slot, agent = next(iter(job._driver._launcher.agent_pids().items()))
-    os.kill(agent, signal.SIGKILL)
+    slot, agent = next(iter(job._driver._launcher._processes.items()))
+    os.kill(agent.pid, signal.SIGKILL)
     wait_for_round(job, 3, 2)
-    assert job._driver._launcher.agent_pids()[slot] != agent
+    assert job._driver._launcher._processes[slot].pid != agent.pid
     assert len(before & {pid_of(tmp_path, rank, 3) for rank in range(2)}) == 1, "the other one was not started again"
     lost = [change for change in job.changes() if change.kind == "lost"]
     assert [change.reason for change in lost] == ["its agent was killed by signal 9 (SIGKILL)"]
@@ -85,8 +85,8 @@ def test_results_arrive_after_all_agents_were_lost_at_once(start_job, tmp_path):
 
     job = start_job(wait_for_a_file, num_proc=2)
     wait_for_round(job, 1, 2)
-    for agent in job._driver._launcher.agent_pids().values():
-        os.kill(agent, signal.SIGKILL)
+    for agent in list(job._driver._launcher._processes.values()):
+        os.kill(agent.pid, signal.SIGKILL)
     wait_for_round(job, 2, 2)
     Path(tmp_path, "go").touch()
     assert job.result(60) == [(0, 2), (1, 2)]

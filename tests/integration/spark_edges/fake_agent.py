@@ -14,8 +14,8 @@ from spark_elastic.membership.reasons import loss_in_words
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.spark import discovery
 from spark_elastic.spark.discovery import Look, Probe, Waiting
+from spark_elastic.spark.executor_process import look_at_slot
 from spark_elastic.spark.session import cluster_of
-from spark_elastic.task.spark_agent import look_at_slot
 from tests.integration.processes import wait_until
 
 WAIT_S = 60.0

@@ -64,7 +64,7 @@ def test_rank_reads_only_what_the_windows_of_its_streams_cover(rows, lanes, size
         taken = order.take([0, rows], rank, size)[0].tolist()
         covered = []
         for lane in range(first, last):
-            index, length = 0, order.stream(lane)[1]
+            index, length = 0, order.lengths[lane]
             while index < length:
                 _, start, stop = order.window_at(lane, index)
                 assert start == index < stop

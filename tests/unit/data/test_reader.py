@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spark_elastic.data import prefetch
+from spark_elastic.data import reader as reader_module
 from spark_elastic.data.dataset import pack
 from spark_elastic.data.order.windows import WindowSettings
 from spark_elastic.data.reader import BatchReader
 from spark_elastic.errors import DatasetError, InvalidSettingsError
+from tests.integration.processes import wait_until
 from tests.leftovers import nothing_left
 from tests.unit.data.datasets import labels, numbered
 
@@ -255,6 +258,20 @@ def test_closed_reader_raises(tmp_path):
         next(epoch)
     with pytest.raises(ValueError, match="closed"):
         reader.epoch(0)
+
+
+def test_reader_that_is_closed_as_an_epoch_starts_raises(tmp_path, monkeypatch):
+    reader = numbered(tmp_path, [100]).reader(batch_size=10)
+
+    class ClosedAtOnce(prefetch.Prefetcher):
+        def __init__(self, *args):
+            super().__init__(*args)
+            wait_until(self._ready.qsize, 20, "rows are gathered")
+            reader.close()
+
+    monkeypatch.setattr(reader_module, "Prefetcher", ClosedAtOnce)
+    with nothing_left(), pytest.raises(ValueError, match="closed"):
+        next(reader.epoch(0))
 
 
 @pytest.mark.parametrize(

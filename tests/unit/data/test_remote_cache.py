@@ -72,9 +72,8 @@ def remote(folder):
 def opened(dataset, cache, limit=None, least=0):
     shards = dataset.manifest.splits["train"]
     numbering = Numbering([shard.rows for shard in shards])
-    return CachedSplit(
-        dataset.store, dataset.manifest, "train", numbering, dataset.layout.has_sidecar, cache, limit, least
-    )
+    sidecars = any(shard.sidecar for shard in shards)
+    return CachedSplit(dataset.store, dataset.manifest, "train", numbering, sidecars, cache, limit, least)
 
 
 def cached_bytes(folder):

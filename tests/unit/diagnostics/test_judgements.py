@@ -20,8 +20,8 @@ def judged(python="3.11.7", **changes):
     [
         (PACKAGES, OK, ""),
         ({**PACKAGES, "torch": "2.5.1"}, PROBLEM, "torch>=2.6"),
-        ({name: PACKAGES[name] for name in ("torch", "numpy", "pyspark")}, WARNING, "spark-elastic[spark]"),
-        ({"torch": "2.13.0"}, PROBLEM, "spark-elastic[spark]"),
+        ({name: PACKAGES[name] for name in ("torch", "numpy", "pyspark")}, WARNING, "extra [spark]"),
+        ({"torch": "2.13.0"}, PROBLEM, "extra [spark]"),
     ],
 )
 def test_level_of_the_drivers_packages(packages, level, fix):

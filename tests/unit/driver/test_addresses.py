@@ -8,7 +8,7 @@ from spark_elastic.wire.messages import AgentHello
 
 def hello(host, slot=0, port=9, ports_taken="", **addresses):
     addresses = {name: (of,) if isinstance(of, str) else of for name, of in addresses.items()}
-    return AgentHello(Place(host, f"e{slot}", slot), 1, 1, addresses, port, ports_taken, 1, (), "3.11")
+    return AgentHello(Place(host, f"e{slot}", slot), 1, addresses, port, ports_taken)
 
 
 def test_the_address_of_the_channel_comes_first():

@@ -1,6 +1,6 @@
 import pytest
 
-from spark_elastic.driver.rendezvous_server import MAX_ROUND_BYTES, RoundKeyValues
+from spark_elastic.driver.rendezvous_server import RoundKeyValues
 from spark_elastic.errors import ProtocolError
 from spark_elastic.wire.encoding import decode
 from spark_elastic.wire.messages import KvGather, KvGathered
@@ -35,17 +35,6 @@ def test_a_new_round_forgets_values_and_requests_of_the_old_one(store):
     assert answers == [b"new"]
 
 
-def test_value_that_was_refused_or_replaced_takes_no_room(store):
-    for _ in range(3):
-        store.set(1, "a" * 1000, bytes(MAX_ROUND_BYTES // 2))
-    with pytest.raises(ProtocolError, match="more than"):
-        store.set(1, "b", bytes(MAX_ROUND_BYTES // 2))
-    answers = []
-    store.set(1, "c", b"of another worker")
-    store.get(1, "c", answers.append)
-    assert answers == [b"of another worker"]
-
-
 def test_values_of_a_group_are_sent_to_all_members_once_the_last_has_come(store):
     answers = []
     for rank in (2, 0, 1):
@@ -71,16 +60,6 @@ def test_members_that_disagree_about_their_number_are_refused(store):
         store.gather(KvGather(1, "one", 1, 3, "b"), print)
     with pytest.raises(ValueError, match="rank 3 of a group of 3"):
         KvGather(1, "one", 3, 3, "b")
-
-
-def test_values_of_complete_groups_and_repeated_ones_take_no_room(store):
-    large = "x" * (MAX_ROUND_BYTES // 5)
-    for name in "abcdef":
-        for rank in (0, 0, 1):
-            store.gather(KvGather(1, name, rank, 2, large), lambda body: None)
-    store.set(1, "key", bytes(MAX_ROUND_BYTES - 3))
-    with pytest.raises(ProtocolError, match="more than"):
-        store.gather(KvGather(1, "g", 0, 2, "x"), print)
 
 
 def test_member_that_sends_its_value_again_gets_one_answer_with_the_newer_one(store):

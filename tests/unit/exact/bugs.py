@@ -33,7 +33,7 @@ BUGS = (
         "a shard has the random numbers of its place on the worker",
         _WORKERS,
         "self.seed_shard(key, index)",
-        "self.seed_shard(key, index - self._reduction.shards().start)",
+        "self.seed_shard(key, index - self.reduction.shards().start)",
     ),
     Bug(
         "numpy's random numbers go on from shard to shard",
@@ -50,13 +50,13 @@ BUGS = (
     Bug(
         "random numbers after the step are those of the last shard",
         _WORKERS,
-        "        self.seed_shard(key, self.count)\n",
+        "        self._random.seed(derived_key(self.seed, *key, self.count), save=True)\n",
         "",
     ),
     Bug(
         "partial sums are added up as they arrive",
         _SUMS,
-        "as_bytes(value((0, root)).contiguous())",
+        "as_bytes(total.contiguous())",
         "as_bytes(functools.reduce(torch.add, reversed(received)))",
     ),
     Bug(

@@ -61,10 +61,8 @@ def test_each_generator_has_numbers_of_its_own() -> None:
 def test_two_that_share_a_generator_return_to_the_state_that_either_saved_last() -> None:
     generator = np.random.default_rng()
     one, other = RandomStates([generator]), RandomStates([generator])
-    one.seed(1)
-    one.save_seeded(1)
-    other.seed(2)
-    other.save_seeded(2)
+    one.seed(1, save=True)
+    other.seed(2, save=True)
     expected = drawn(generator)
     random_state.put_back()
     assert drawn(generator) == expected

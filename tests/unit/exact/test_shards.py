@@ -336,7 +336,7 @@ def in_other_environments() -> list[str]:
     logging.getLogger("spark_elastic.torch").addHandler(handler)
     workers = hvd.elastic.virtual_workers(2, *linear())
     if hvd.rank() == 1:
-        workers.environment["torch"] = "1.0"
+        workers.environment_check.environment["torch"] = "1.0"
     with torch.no_grad():
         for step in range(2):
             list(workers.shards(8, step))

@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 import spark_elastic.keras as hvd
-from spark_elastic.elastic.plain_values import same
 from spark_elastic.elastic.run_checkpoints import restored, values_of
+from spark_elastic.keras.callback_state import same
 from spark_elastic.runs.tensors import detached, from_bytes, to_bytes
 from spark_elastic.tensorflow.elastic import TensorFlowState
 

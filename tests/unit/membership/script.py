@@ -20,7 +20,7 @@ from spark_elastic.membership import commands as c
 from spark_elastic.membership import events as e
 from spark_elastic.membership import timeline as t
 from spark_elastic.membership.machine import Membership
-from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words, reported
+from spark_elastic.membership.reasons import LossCause, LossKind, crashes_in_words, loss_in_words, reported
 from spark_elastic.membership.topology import Place, StateVersion, World
 from spark_elastic.settings import ElasticSettings
 
@@ -219,8 +219,8 @@ def _told(command: c.Command) -> str | None:
             return f"fail with {type(error).__name__}: {str(error).splitlines()[0]}"
         case c.Announce(t.Waiting(_, _, deadline) as waiting):
             return f"- {waiting.reason} (until {deadline:g})"
-        case c.Announce(t.HostExcluded(_, host, _, until) as excluded):
-            return f"- host {host} is left alone until {until:g}: {excluded.why}"
+        case c.Announce(t.HostExcluded(_, host, worlds, until)):
+            return f"- host {host} is left alone until {until:g}: {crashes_in_words(worlds)}"
         case c.Announce(t.CooldownStarted(_, kind, name, failures, until)):
             return f"- {kind} {name} failed ({failures}), cools down until {until:g}"
         case c.Announce(t.WorkerLeft(_, worker) as left):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from spark_elastic.membership.events import Event, WorkerAbandoned, WorkerDone, WorkerLost
 from spark_elastic.membership.machine import Membership
 from spark_elastic.membership.reasons import reported
-from spark_elastic.membership.registry import WorkerRegistry
+from spark_elastic.membership.registry import AT_INIT, DONE, READY, TRAINING, WorkerRegistry
 from tests.unit.membership.script import exited
 from tests.unit.membership.test_membership import training
 
@@ -19,7 +19,7 @@ def machine_after(*events: Event, step: int | None = 10, reset_limit: int = 5) -
 
 
 def counts(registry: WorkerRegistry) -> tuple[int, int, int]:
-    return registry.ready, registry.succeeded, registry.failed
+    return registry.count(AT_INIT, READY, TRAINING), registry.count(DONE), registry.failed
 
 
 def test_worker_that_failed_is_counted_once() -> None:

@@ -24,7 +24,7 @@ from pyspark.sql.types import (
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml import preparation
 from spark_elastic.ml.added_columns import OutputShape
-from spark_elastic.ml.keras.compiling import check_order
+from spark_elastic.ml.keras.compiling import check_columns
 from spark_elastic.ml.training.dry_run import DryRunResult, warn_of_no_prediction
 
 SCHEMA = StructType(
@@ -112,14 +112,16 @@ def test_integers_in_arrays_become_reals_for_losses_of_numbers_alone() -> None:
 
 def test_column_with_the_name_of_another_input_is_refused() -> None:
     with pytest.raises(InvalidSettingsError, match=r"'store' to 'day': .*in order, day, numbers, store"):
-        check_order("feature_cols", "inputs", ["day", "numbers", "store"], [["store"], ["day"], ["price", "rooms"]])
+        check_columns(
+            "feature_cols", "inputs", ["day", "numbers", "store"], [["store"], ["day"], ["price", "rooms"]], None
+        )
 
 
 def test_columns_in_order_or_with_names_of_their_own_are_accepted() -> None:
-    check_order("feature_cols", "inputs", ["day", "store"], [["day"], ["store"]])
-    check_order("feature_cols", "inputs", ["input_1", "input_2"], [["store"], ["day"]])
-    check_order("feature_cols", "inputs", None, [["store"]])
-    check_order("label_cols", "outputs", [None, None], [["store"], ["day"]])
+    check_columns("feature_cols", "inputs", ["day", "store"], [["day"], ["store"]], None)
+    check_columns("feature_cols", "inputs", ["input_1", "input_2"], [["store"], ["day"]], None)
+    check_columns("feature_cols", "inputs", None, [["store"]], None)
+    check_columns("label_cols", "outputs", [None, None], [["store"], ["day"]], None)
 
 
 @pytest.mark.parametrize(

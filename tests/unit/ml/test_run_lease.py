@@ -26,8 +26,8 @@ from spark_elastic.runs.lease import (
     RunLease,
     RunMissingError,
     acquire,
-    held_run,
     lease_of,
+    opened_run,
     started_of,
 )
 
@@ -146,12 +146,12 @@ def test_killed_driver_on_this_host_is_replaced_at_once(run, monkeypatch):
 
 
 def test_own_process_cannot_hold_the_run_twice(run):
-    with held_run(run):
+    with opened_run(run):
         assert lease_of(run) is not None
-        with pytest.raises(RunTakenError, match=f"pid {os.getpid()}"), held_run(run):
+        with pytest.raises(RunTakenError, match=f"pid {os.getpid()}"), opened_run(run):
             pass
     assert lease_of(run) is None
-    with held_run(run) as lease:
+    with opened_run(run) as lease:
         assert lease.fence.token == 2
 
 
@@ -227,7 +227,7 @@ def test_run_that_comes_back_is_held_as_before(run, tmp_path):
     away.rename(tmp_path / "run")
     lease.check()
     lease.give_back()
-    with held_run(run) as next_one:
+    with opened_run(run) as next_one:
         assert next_one.fence.token == 2
 
 
@@ -253,7 +253,7 @@ def contents(number, token):
 
 
 def test_checkpoints_of_a_replaced_driver_are_refused_and_never_the_latest(run):
-    with held_run(run) as lease:
+    with opened_run(run) as lease:
         old = Checkpoints(run.sub("checkpoints"), lease.fence)
         old.write(contents(5, 1))
         taken_over(run, lease)
@@ -274,7 +274,7 @@ def test_checkpoints_of_a_replaced_driver_are_refused_and_never_the_latest(run):
 
 
 def test_driver_that_is_replaced_while_it_clears_the_run_deletes_nothing_more(run, monkeypatch):
-    with held_run(run) as lease:
+    with opened_run(run) as lease:
         for number in (1, 2, 3):
             Checkpoints(run.sub("checkpoints"), lease.fence).write(contents(number, 1))
         delete, deleted = Store.delete, []
@@ -293,7 +293,7 @@ def test_driver_that_is_replaced_while_it_clears_the_run_deletes_nothing_more(ru
 
 
 def test_file_whose_writer_was_replaced_meanwhile_does_not_get_its_name(run):
-    with held_run(run) as lease:
+    with opened_run(run) as lease:
         run.write_bytes("model.pt", b"of the other driver")
 
         def check():
@@ -310,6 +310,6 @@ def test_file_whose_writer_was_replaced_meanwhile_does_not_get_its_name(run):
 def test_runs_whose_addresses_are_shown_alike_have_leases_of_their_own():
     one, other = (Store.create(f"memory://leases/{os.getpid()}/token={name}/run") for name in "ab")
     assert one.url == other.url
-    with held_run(one) as lease:
+    with opened_run(one) as lease:
         assert lease_of(one) is lease
         assert lease_of(other) is None

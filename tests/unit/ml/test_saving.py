@@ -33,9 +33,7 @@ class Storage:
         return False
 
     def saving(self, check=lambda: None, **options):
-        made = ResultWriter(
-            self, lambda: FILES, check, self.said.append, now=lambda: self.now, wait=self.wait, **options
-        )
+        made = ResultWriter(self, FILES, check, self.said.append, now=lambda: self.now, wait=self.wait, **options)
         assert made.is_done(30)
         made.close()
         return made
@@ -113,7 +111,7 @@ def test_storage_that_hangs_is_told_and_given_up_after_twice_the_time(store):
         raise OSError("the test is over")
 
     storage.write_bytes = hangs
-    writer = ResultWriter(storage, lambda: FILES, lambda: None, storage.said.append, now=lambda: storage.now)
+    writer = ResultWriter(storage, FILES, lambda: None, storage.said.append, now=lambda: storage.now)
     assert inside.wait(30)
     for storage.now in (120.0, 131.0, 140.0, 699.0):
         assert not writer.is_done(0.0)

@@ -57,7 +57,7 @@ def batch(a: Any, v: Any) -> pa.RecordBatch:
 def serving(log: Any, key: str = "one", **more: Any) -> Serving:
     added = (AddedColumn("sum", "raw", 0, "", OutputShape("<f4", ())),)
     settings: dict[str, Any] = {"inputs": tensors_for(SCHEMA, [JOINED], {}), "batch_size": 2, **more}
-    payload = Broadcast(cloudpickle.dumps(Adding(str(log))))
+    payload = Broadcast(cloudpickle.dumps(Adding(str(log)).load))
     return Serving(key, payload, added=added, **settings)
 
 
@@ -76,7 +76,7 @@ class Widening:
 @pytest.mark.parametrize("as_vector", [False, True])
 def test_outputs_may_have_another_length_in_each_part(as_vector: bool) -> None:
     added = (AddedColumn("wide", "raw", 0, "", OutputShape("<f4", (3,)), as_vector),)
-    payload = Broadcast(cloudpickle.dumps(Widening()))
+    payload = Broadcast(cloudpickle.dumps(Widening().load))
     work = Serving(f"wide {as_vector}", payload, tensors_for(SCHEMA, [JOINED], {}), added, batch_size=2)
     (made,) = work([batch([1, 2, 3], [[0, 0]] * 3)])
     found = made.column("wide").to_pylist()

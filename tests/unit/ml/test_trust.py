@@ -82,7 +82,7 @@ def saved(caplog: pytest.LogCaptureFixture, **settings: Any) -> str:
     estimator = ElasticTorchEstimator(**settings)
     stored, _ = _encode(plain_and_objects(estimator)[1], estimator._saved_together, estimator._codec())
     with caplog.at_level(logging.WARNING, "spark_elastic.ml"):
-        warn_of_trust(estimator, stored, "/models/a")
+        warn_of_trust(estimator, stored, (), "/models/a")
     return caplog.text
 
 

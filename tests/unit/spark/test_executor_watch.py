@@ -10,7 +10,7 @@ from tests.unit.spark.jvm import Application
 
 def watch_of(application):
     """A watch without a listener that has looked once, and what it posts."""
-    watch, posted = ExecutorWatch(application.sc, interval_s=0.0), []
+    watch, posted = ExecutorWatch(application.sc), []
     watch._post = posted.append
     look(watch)
     return watch, posted

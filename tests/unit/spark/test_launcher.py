@@ -43,10 +43,7 @@ class SimulatedJobs:
     def close(self):
         pass
 
-    def rdd_of(self, task):
-        return task, None
-
-    def submit(self, rdd, deserializer, group, description):
+    def submit(self, task, group, description):
         self._called()
         with self.lock:
             number = len(self.jobs)

@@ -119,5 +119,5 @@ def test_packages_that_spark_connect_lacks_are_named(monkeypatch, module, packag
     monkeypatch.setenv("SPARK_REMOTE", "sc://cluster:15002")
     pytest.importorskip("grpc_status")
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-    with pytest.raises(MissingExtraError, match=rf"needs {package}, .*spark-elastic\[connect\]"):
+    with pytest.raises(MissingExtraError, match=rf"needs {package}, .*extra \[connect\]"):
         checked_cluster()

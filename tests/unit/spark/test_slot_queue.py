@@ -187,4 +187,4 @@ def test_random_arrivals_losses_and_ends_never_deadlock():
             assert any(len(job.running) >= job.launcher.need for job in jobs), seed
         for job in jobs:
             job.launcher.close(5.0)
-        assert (cluster.running, cluster.pending, queue._reservations) == ([], [], [])
+        assert (cluster.running, cluster.pending, queue._jobs) == ([], [], [])

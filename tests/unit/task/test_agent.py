@@ -21,7 +21,7 @@ class Worker:
         self.memory_before = memory_kills()
 
 
-REPORT = SlotReport("h", "1", {}, 1, (), "3.11")
+REPORT = SlotReport("h", "1", {}, 1, ())
 
 
 def reports_of(guardian_signal: int | None) -> list[object]:
@@ -29,7 +29,7 @@ def reports_of(guardian_signal: int | None) -> list[object]:
 
     async def live() -> list[object]:
         with subprocess.Popen(["sleep", "60"]) as guardian:
-            agent = _Agent(LaunchSpec("job", (), b"", b"", 1.0, ""), 0, 0, REPORT, guardian.pid, None)
+            agent = _Agent(LaunchSpec("job", (), b"", b"", 1.0, ""), 0, 0, REPORT, [guardian.pid])
             sent: list[object] = []
             agent._send = sent.append
             agent._watch_guardian()

@@ -74,10 +74,11 @@ def test_openmp_threads_wait_passively_unless_the_user_sets_otherwise():
 def test_newest_of_several_results_counts(tmp_path):
     (tmp_path / "twice.py").write_text("""
 import os, sys
+from spark_elastic.wire.messages import RESULT_HEAD
 fd = int(sys.argv[2])
 first, second = b"1" * 100_000, b"22\\n"
 for run, data in ((1, first), (2, second)):
-    os.write(fd, b'{"size": %d, "in_loop": true, "run": %d}\\n' % (len(data), run))
+    os.write(fd, RESULT_HEAD.pack(True, run, len(data)))
     while data:
         data = data[os.write(fd, data[:70_000]):]
 os._exit(0)

@@ -9,7 +9,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.fused import Bucket
-from spark_elastic.collective.reduction import Average, Compression, Sum
+from spark_elastic.collective.operators import Average, Compression, Sum
 from tests.unit.torch.test_collectives import together
 
 

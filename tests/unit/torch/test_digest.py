@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from spark_elastic.elastic.digest import digest
+from spark_elastic.collective.digest import digest
 
 
 def test_a_digest_changes_with_any_change_by_training():

@@ -43,7 +43,7 @@ def of_another_kind():
     hvd.init()
     group = process.group()
     if hvd.rank() == 0:
-        old = objects._signed_size(1 << 60, group, 0)
+        old = objects._signed(objects._LENGTH, CLAIMED, group)
         agree(group, "broadcast_object", "root_rank=0")
         group.objects += 1
         group.wait(group.broadcast(objects._tensor(old), 0))

@@ -7,7 +7,7 @@ import pytest
 
 from spark_elastic.collective.gloo import shutdown
 from spark_elastic.collective.group import Group
-from spark_elastic.collective.reduction import Sum
+from spark_elastic.collective.operators import Sum
 from spark_elastic.errors import HorovodInternalError
 
 

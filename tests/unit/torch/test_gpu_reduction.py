@@ -115,7 +115,7 @@ def train(dies_at: int | None, shared: bool):
             state.commit()
 
     loop(state)
-    reduction = process.group().ways.nccl
+    reduction = process.group().nccl
     nccl_used = reduction.used
     weights = [round(p.sum().item(), 9) for p in model.parameters()]
     return {"applied": applied, "size": hvd.size(), "nccl": nccl_used, "why": reduction.reason, "model": weights,
@@ -140,13 +140,13 @@ def reduce_through_the_host():
     pretend("shared")
     hvd.init()
     mine = process.group()
-    takes = mine.ways.nccl.reduces(torch.zeros(3, dtype=torch.float64))
+    takes = mine.nccl.reduces(torch.zeros(3, dtype=torch.float64))
     reduce.is_on_gpu = lambda *tensors: False  # a copy is on the host
     sums = torch.full((3,), float(me))
     mine.wait(group.launch_staged(lambda copy: mine.allreduce(copy, hvd.Sum.gloo), sums))
     gathered = torch.zeros(mine.size, dtype=torch.int64)
     mine.wait(group.launch_staged(mine.allgather, gathered, torch.tensor([me])))
-    return {"takes": takes, "why": mine.ways.nccl.reason, "sums": sums.tolist(), "gathered": gathered.tolist()}
+    return {"takes": takes, "why": mine.nccl.reason, "sums": sums.tolist(), "gathered": gathered.tolist()}
 
 
 def test_workers_that_share_a_gpu_reduce_through_host_memory():
@@ -172,7 +172,7 @@ def mixed():
     else:
         work = mine.allreduce(tensor, hvd.Sum.gloo)
     mine.wait(work)
-    return {"gloo alone": mine.ways.open() == [mine.gloo], "sum": tensor.tolist()}
+    return {"gloo alone": (mine.nccl, mine.shared_memory) == (None, None), "sum": tensor.tolist()}
 
 
 def test_all_members_use_gloo_if_only_some_have_a_gpu():
@@ -242,7 +242,8 @@ class Round:
         self.stalled.set()
 
     def communicator(self, stub):
-        made = NcclReductions(self, lambda: None, 0.01, runtime=stub)
+        made = NcclReductions(self, lambda: None)
+        made._runtime = stub
         made.connect(torch.device("cuda", 0))
         return made
 
@@ -324,7 +325,8 @@ def test_a_cut_while_connecting_returns_at_once_and_a_late_communicator_is_abort
             return stub
 
     entered = threading.Event()
-    communicator = NcclReductions(here, lambda: None, 0.01, runtime=Slow(None))
+    communicator = NcclReductions(here, lambda: None)
+    communicator._runtime = Slow(None)
 
     def cut():
         entered.wait(10)

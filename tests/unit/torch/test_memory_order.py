@@ -181,6 +181,6 @@ def test_every_access_to_a_peers_memory_is_ordered_by_fences(members, monkeypatc
         assert races(members, seed, monkeypatch) == []
 
 
-@pytest.mark.parametrize("without", ["announce", "until", "_reclaim"])
+@pytest.mark.parametrize("without", ["announce", "_wait_until", "_reclaim"])
 def test_detector_finds_each_fence_that_is_left_out(without, monkeypatch):
     assert any(races(3, seed, monkeypatch, without) for seed in range(5))

@@ -14,7 +14,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.batch_statistics import without_rows
-from spark_elastic.collective.reduction import Compressor
+from spark_elastic.collective.operators import Compressor
 from tests.nightly import by_night
 from tests.unit.torch.test_collectives import together
 

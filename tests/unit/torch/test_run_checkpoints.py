@@ -20,7 +20,7 @@ from spark_elastic.elastic.loop import elastic_loop
 from spark_elastic.elastic.run_checkpoints import RunCheckpoints, folder_of, restored, values_of
 from spark_elastic.errors import CheckpointError, RunTakenError, UsageError
 from spark_elastic.runs.checkpoints import Checkpoints
-from spark_elastic.runs.lease import held_run
+from spark_elastic.runs.lease import opened_run
 from spark_elastic.runs.tensors import detached, from_bytes, to_bytes
 from tests.unit.test_state import FIRST, ScriptedFrontend
 
@@ -77,7 +77,7 @@ class OwnHandler(hvd.elastic.StateHandler):
 
 @pytest.fixture
 def fence(tmp_path: Path) -> Iterator[Any]:
-    with held_run(Store.create(tmp_path / "run")) as lease:
+    with opened_run(Store.create(tmp_path / "run")) as lease:
         yield lease.fence
 
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(not segments.FUTEX_AVAILABLE, reason="words cann
 
 
 def shares_memory() -> bool:
-    return process.group().ways.shared_memory is not None
+    return process.group().shared_memory is not None
 
 
 def contribution(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:

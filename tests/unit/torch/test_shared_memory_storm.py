@@ -37,7 +37,7 @@ def reduces_for(seconds: float):
         on_one_host = world.size > 1 and len({member.place.host for member in world.members}) == 1
         tell(
             "round",
-            (world.round, world.size, on_one_host == (group is not None and group.ways.shared_memory is not None)),
+            (world.round, world.size, on_one_host == (group is not None and group.shared_memory is not None)),
         )
         while True:
             chance = random.Random(state.step)

@@ -10,7 +10,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic import clock
-from spark_elastic.elastic.digest import digest
+from spark_elastic.collective.digest import digest
 from spark_elastic.elastic.handlers import TensorSpec
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.torch.elastic import StateHandler, TorchState, get_handler_registry, register_handler

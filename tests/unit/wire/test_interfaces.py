@@ -37,10 +37,10 @@ def test_address_is_returned_unchanged_and_a_name_resolved(names):
 
 def test_name_that_resolves_to_loopback_gives_the_outward_address(names, monkeypatch):
     names.update({"debian1": "127.0.1.1", "localhost": "127.0.0.1"})
-    monkeypatch.setattr(interfaces, "_route_address", lambda: "10.0.0.7")
+    monkeypatch.setattr(interfaces, "_default_address", lambda: "10.0.0.7")
     assert address_of("debian1") == "10.0.0.7"
     assert address_of("localhost") == "127.0.0.1"
-    monkeypatch.setattr(interfaces, "_route_address", lambda: None)
+    monkeypatch.setattr(interfaces, "_default_address", lambda: None)
     monkeypatch.setattr(interfaces, "interface_addresses", lambda: {"lo": ("127.0.0.1",), "eth0": ("10.0.0.8",)})
     assert address_of("debian1") == "10.0.0.8"
     monkeypatch.setattr(interfaces, "interface_addresses", lambda: {"lo": ("127.0.0.1",)})

@@ -23,7 +23,7 @@ def a_world(size):
 
 
 EXAMPLES = [
-    wire.AgentHello(PLACE, 3, 42, {"eth0": ("10.0.0.1", "fd00::1")}, 4711, "", 2, ("0", "1"), "3.11.7"),
+    wire.AgentHello(PLACE, 3, {"eth0": ("10.0.0.1", "fd00::1")}, 4711, ""),
     wire.WorkerExited(7, -9, "Traceback é\n", 1, "1 process was killed for memory"),
     wire.OutputLines(7, "stdout", ("a", "", "b")),
     wire.Ready(3, None, False, 0),
@@ -33,7 +33,7 @@ EXAMPLES = [
     wire.KvSet(3, "key", b'\x00\n{"binary":1}'),
     wire.KvValue("key", b"abc"),
     wire.WorldAssigned(WORLD, ("10.0.0.1",)),
-    wire.AgentWelcome(2.0, 30.0),
+    wire.Welcome(2.0, 30.0, 60.0),
     wire.Pong(),
 ]
 
@@ -44,8 +44,8 @@ def test_message_survives_encoding_and_decoding(message):
 
 
 def test_whole_number_is_accepted_as_a_float():
-    data = encode(wire.AgentWelcome(2.5, 30.0)).replace(b"2.5", b"2")
-    assert decode(data) == wire.AgentWelcome(2.0, 30.0)
+    data = encode(wire.Welcome(2.5, 30.0, 60.0)).replace(b"2.5", b"2")
+    assert decode(data) == wire.Welcome(2.0, 30.0, 60.0)
 
 
 HELLO = encode(EXAMPLES[0]).rstrip(b"\n")
@@ -75,7 +75,10 @@ READY = b'{"type":"Ready","at_init":false,"loop":1,'
         (b'{"type":"OutputLines","worker":1,"stream":"stdout","lines":"x"}', "expected a list"),
         (b'{"type":"KvSet","round":1,"key":"k","payload":"x"}', "payload in the head"),
         (b"[" * 100_000, "not JSON"),
-        (b'{"type":"AgentWelcome","heartbeat_interval_s":1,"silence_limit_s":1%s}' % (b"0" * 400), "no float can hold"),
+        (
+            b'{"type":"Welcome","heartbeat_interval_s":1,"silence_limit_s":1,"stall_timeout_s":1%s}' % (b"0" * 400),
+            "no float",
+        ),
         (b'{"type":"PeersReachable","tried":[],"reachable":["10.0.0.1"]}', "'10.0.0.1' is not an address with a port"),
         (HELLO.replace(b"10.0.0.1", b"somewhere"), "'somewhere' does not appear to be an IPv4 or IPv6 address"),
         (HELLO.replace(b'"10.0.0.1","fd00::1"', b""), "the interface 'eth0' has no address"),

@@ -17,8 +17,8 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.keras import compiling
 from spark_elastic.ml.keras.compiling import (
+    check_columns,
     check_losses,
-    check_named,
     compile_arguments,
     order_by_name,
 )
@@ -291,8 +291,8 @@ def test_columns_of_other_names_are_refused_for_a_dict_of_equal_shapes() -> None
     with pytest.raises(
         InvalidSettingsError, match=r"'x' and 'y' to 'a' and 'b', which are inputs of one shape in a dict"
     ):
-        check_named("feature_cols", "inputs", of_dict("b", "a")._inputs_struct, [["x"], ["y"]])
-    check_named("feature_cols", "inputs", of_dict("b", "a")._inputs_struct, [["a"], ["y"]])
+        check_columns("feature_cols", "inputs", None, [["x"], ["y"]], of_dict("b", "a")._inputs_struct)
+    check_columns("feature_cols", "inputs", None, [["a"], ["y"]], of_dict("b", "a")._inputs_struct)
     wide = {"a": keras.Input((2,)), "b": keras.Input((3,))}
-    check_named("feature_cols", "inputs", wide, [["x"], ["y"]])
-    check_named("feature_cols", "inputs", [keras.Input((2,))] * 2, [["x"], ["y"]])
+    check_columns("feature_cols", "inputs", None, [["x"], ["y"]], wide)
+    check_columns("feature_cols", "inputs", None, [["x"], ["y"]], [keras.Input((2,))] * 2)

@@ -27,7 +27,7 @@ def feeding(tmp_path, columns, model=None, loss=None, **changes):
 def fed(feed, training, batch_size=4, **options):
     reader = training.dataset.reader("train", batch_size=batch_size, shuffle=False, **options)
     with reader:
-        yield from feed.batches(reader.epoch(0))
+        yield from map(feed.parts, reader.epoch(0))
 
 
 def numbers(*shape, dtype=np.float32):
@@ -39,7 +39,7 @@ def test_float64_columns_take_the_type_of_the_model(tmp_path):
     feed, training = feeding(tmp_path, columns)
     assert [spec.dtype for spec in feed.specs] == [tf.float32, tf.float32]
     (first, *_) = fed(feed, training)
-    assert first.parts[0].tensors[0].dtype == tf.float32
+    assert first[0][0].dtype == tf.float32
     small = {"features_0": numbers(6, dtype=np.uint8), "label_0": numbers(dtype=np.int32)}
     assert [spec.dtype for spec in feeding(tmp_path / "1", small)[0].specs] == [tf.uint8, tf.int32], "as they are"
     double = keras.Sequential([keras.Input((6,), dtype="float64"), keras.layers.Dense(3, dtype="float64")])
@@ -85,7 +85,7 @@ def test_lists_of_any_length_need_a_transformation(tmp_path):
     net = keras.Sequential([keras.Input((None, 1)), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(3)])
     feed, training = feeding(tmp_path / "2", columns, net, transformation_fn=padded)
     assert feed.specs[0].shape.as_list() == [None, None, 1]
-    shapes = [one.parts[0].tensors[0].shape.as_list() for one in fed(feed, training)]
+    shapes = [one[0][0].shape.as_list() for one in fed(feed, training)]
     assert shapes == [[4, 4, 1], [3, 7, 1]], "an axis that is None in the model may be of any length"
     result = alone(make_training(tmp_path / "2", tmp_path / "run", model=net, transformation_fn=padded, epochs=1))
     assert result["history"][0]["rows"] == ROWS

@@ -15,7 +15,6 @@ from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.keras.dry_run import dry_run
 from spark_elastic.ml.keras.engine import prepare
-from spark_elastic.ml.keras.feeding import BatchPart
 from spark_elastic.ml.keras.objective import ScaledLoss, Shares
 from spark_elastic.ml.keras.steps import part_arguments
 from tests.unit.ml.keras import trainings
@@ -66,10 +65,7 @@ def divided(ready, columns, edges):
         columns[name].astype(spec.dtype.as_numpy_dtype)
         for name, spec in zip(ready.feeder.names, ready.feeder.specs, strict=True)
     ]
-    parts = [
-        BatchPart(tuple(tf.constant(each[start:stop]) for each in arrays), stop - start)
-        for start, stop in pairwise(edges)
-    ]
+    parts = [tuple(tf.constant(each[start:stop]) for each in arrays) for start, stop in pairwise(edges)]
     totals = ready.graphs.totals(parts, lambda own: own)
     ready.metrics.reset()
     made = [ready.graphs._part(*part_arguments(part, edges[-1], totals))[0] for part in parts]

@@ -303,7 +303,7 @@ def test_outputs_without_a_value_for_each_row_are_left_out_of_transform(
     assert f"without a value for each row: output {0 if taken == (1,) else 1} (" in caplog.text
     features = torch.randn(7, 6)
     serving = Serving("none", None, (), model._added(), 100, taken=model._fitted.taken)
-    ((first, *_), _) = serving._part(model._saved_predictor().load(), {"features_0": features.numpy()}, 7)
+    (((first,), *_), _) = serving._values(model._predictor()(), {"features_0": features.numpy()}, 7)
     with torch.no_grad():
         returned = model.module(features)
     expected = next(iter(returned.values())) if isinstance(returned, dict) else returned[taken[0]]

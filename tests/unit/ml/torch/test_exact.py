@@ -201,7 +201,7 @@ def test_estimator_trains_in_as_many_shards_as_it_may_have_workers(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"consistency": "off"}, "'off' does not exist"),
+        ({"consistency": "off"}, "one of 'trajectory', 'exact', not 'off'"),
         ({"consistency": "exactly"}, "consistency"),
         ({"virtual_workers": 4}, "without consistency='exact'"),
         ({"generators": [random.Random()]}, "without consistency='exact'"),

@@ -262,8 +262,9 @@ def test_model_that_deepcopy_refuses_is_returned_and_saved(dataset: Dataset, cal
     fitted = estimator(model=normalised(), callbacks=callbacks).from_dataset_path(dataset)
     x = torch.randn(3, 6)
     fitted.module.last = fitted.module(x)  # as a forward of the user's may keep it
-    saved = serialization.pickled(fitted._objects()), fitted._files()["weights.pt"]
-    loaded = serialization.fill(pickle.loads(saved[0])["architecture"], from_bytes(saved[1]))
+    parts = fitted._parts()
+    objects = pickle.loads(serialization.pickled(parts.objects))
+    loaded = serialization.fill(objects["architecture"], from_bytes(parts.files["weights.pt"]))
     assert torch.equal(loaded.eval()(x), fitted.module(x))
 
 

@@ -17,8 +17,7 @@ from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.reader import BatchReader
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.callbacks import EarlyStopping
-from spark_elastic.ml.torch.lightning import LightningStep
-from spark_elastic.ml.torch.lightning_optimizers import settings_of
+from spark_elastic.ml.torch.lightning import LightningStep, settings_of
 from spark_elastic.ml.torch.model_step import StepPosition
 from tests.unit.ml.torch.estimators import HereEstimator, weights_of
 
@@ -360,7 +359,7 @@ def test_attributes_of_configure_optimizers_reach_steps_and_fitted_module(datase
 
     module = Planned()
     model = fitted(module, dataset, epochs=2)
-    (probability,) = model._saved_predictor().load()({"features_0": torch.zeros(4, 6)})
+    (probability,) = model._predictor()()({"features_0": torch.zeros(4, 6)})
     assert probability.sum(1) == pytest.approx([10.0] * 4)
     assert model.history["total"] == [10, 10]
     assert model.module.total == 10

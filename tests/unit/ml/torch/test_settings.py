@@ -13,7 +13,7 @@ from spark_elastic.data.reader import Batch
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, HorovodInternalError, InvalidSettingsError, UsageError
 from spark_elastic.ml.callbacks import LambdaCallback
-from spark_elastic.ml.torch.batch_norm import single_row_norm
+from spark_elastic.ml.torch.engine import single_row_norm
 from spark_elastic.ml.torch.objective import BatchMaker
 from spark_elastic.ml.torch.spec import MODEL_FILE, build_optimizer
 from spark_elastic.ml.training.engine import host_cores

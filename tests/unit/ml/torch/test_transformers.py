@@ -117,7 +117,7 @@ def test_a_model_of_ones_own_is_trained_and_its_other_outputs_are_those_of_trans
     fitted = estimator.from_dataset_path(dataset)
     assert fitted.history["loss"][-1] < 1e-3
     assert fitted.module.model.line.weight.tolist()[0] == pytest.approx([1.0, 1.0], abs=0.05)
-    (out,) = fitted._saved_predictor().load()({"features_0": x[:4]})
+    (out,) = fitted._predictor()()({"features_0": x[:4]})
     assert out == pytest.approx(x[:4].sum(1), abs=0.2)
 
 

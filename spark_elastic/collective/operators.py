@@ -30,11 +30,7 @@ class ReduceOp(Enum):
 
     @property
     def gloo(self) -> Any:
-        """The operator of Gloo; for an average, the sum, which the caller then divides.
-
-        Raises:
-            UnsupportedOperationError: for Adasum.
-        """
+        """The operator of Gloo; for an average, the sum. Raises UnsupportedOperationError for Adasum."""
         if self is ReduceOp.Adasum:
             raise UnsupportedOperationError(
                 "Adasum is not supported; use op=hvd.Average (and scale the learning rate by hvd.size())"
@@ -55,23 +51,16 @@ Product = ReduceOp.Product
 Adasum = ReduceOp.Adasum
 """Horovod's adaptive sum. Not supported: a call raises `UnsupportedOperationError`."""
 
-_WIDENED = {torch.int16: torch.int32}
-"""The types that Gloo does not reduce, and the types that they are converted to for a reduction."""
-
 
 def wire_type(dtype: torch.dtype) -> torch.dtype:
     """Return the type that values of `dtype` are reduced in. Raise UsageError for one without a sensible reduction."""
     if dtype.is_complex:
         raise UsageError(f"{dtype} tensors cannot be reduced; reduce torch.view_as_real(tensor)")
-    return _WIDENED.get(dtype, dtype)
+    return torch.int32 if dtype is torch.int16 else dtype  # Gloo does not reduce int16
 
 
 def resolve_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
-    """Return the operator that a call asks for; `average` is Horovod's older argument for it.
-
-    Raises:
-        ValueError: both are given.
-    """
+    """Return the operator that a call asks for; `average` is Horovod's older argument. Raise ValueError for both."""
     if average is None:
         return op or Average
     if op is not None:
@@ -82,8 +71,7 @@ def resolve_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
 
 def check_gradient_op(op: ReduceOp, predivide: float) -> None:
     """Raise UsageError for another operator than Average or Sum, or a predivide factor without Average."""
-    if op is Adasum:
-        _ = op.gloo
+    _ = op.gloo  # refuses Adasum
     if op not in (Average, Sum):
         raise UsageError(f"gradients are reduced with op=hvd.Average or op=hvd.Sum, not {op}")
     if predivide != 1.0 and op is not Average:
@@ -97,26 +85,18 @@ def scaling_factors(op: ReduceOp, predivide: float, size: int, wire: torch.dtype
     """Return the factors to multiply gradients by before and after their sum over `size` members, in the type `wire`.
 
     `predivide` is the divisor before the sum, if not 1. By default an average is divided completely before the sum:
-    that costs nothing extra, since gradients are copied anyway. float16 is divided about half, see `float16_prescale`.
+    that costs nothing extra, since gradients are copied anyway.
     """
     divisor = size if op is Average else 1
     if predivide != 1.0:
         return 1.0 / predivide, predivide / divisor
     if wire is torch.float16:
-        before = float16_prescale(size)
+        # The range is 6e-8 to 65,504. If gradients are divided by the size before the sum, one of 1e-6 becomes 0 from
+        # 64 members on; if they are not, the sum of 64 values of 1,024 is infinite. A power of two near 1 / sqrt(size)
+        # keeps 1e-6, and values up to 8,000. Larger ones become infinite, as loss scalers expect; nothing is clipped.
+        before = 2.0 ** -round(math.log2(size) / 2)
         return before, 1.0 / (divisor * before)
     return 1.0 / divisor, 1.0
-
-
-def float16_prescale(size: int) -> float:
-    """Return a power of two near 1 / sqrt(size), to multiply float16 values by before `size` of them are summed.
-
-    float16 has a range of 6e-8 to 65,504. If gradients are divided by the size before the sum, one of 1e-6 becomes 0
-    from 64 members on; if they are not divided before, the sum of 64 values of 1,024 is infinite. With about half of
-    the division before the sum, 1e-6 is kept and values up to 8,000 do not overflow. Larger ones become infinite, as
-    loss scalers expect; nothing is clipped.
-    """
-    return 2.0 ** -round(math.log2(size) / 2)
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -202,9 +182,8 @@ def compressed_sum_scaling(
 
     Returns the operator for them, and the factors to multiply by before `compress` and after `decompress`.
     """
-    if size == 1 or op not in (Average, Sum) or not dtype.is_floating_point:
-        return op, 1.0, 1.0
-    if not (issubclass(compression, CastCompressor) and compression.dtype is torch.float16):
+    to_float16 = issubclass(compression, CastCompressor) and compression.dtype is torch.float16
+    if size == 1 or op not in (Average, Sum) or not dtype.is_floating_point or not to_float16:
         return op, 1.0, 1.0
     return Sum, *scaling_factors(op, 1.0, size, torch.float16)
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from spark_elastic.task.executor_process import cores_in_task, executor_id_in_task, executor_id_of
+from spark_elastic.spark.executor_process import cores_in_task, executor_id_of, slot_report
 
 STANDALONE = "/usr/bin/java -Xmx1g org.apache.spark.executor.CoarseGrainedExecutorBackend --executor-id 3 --hostname h"
 
@@ -21,5 +21,5 @@ def test_executor_id_comes_from_the_environment_if_the_command_line_is_unreadabl
 
 
 def test_process_outside_of_spark_counts_as_local():
-    assert executor_id_in_task() == "driver"
+    assert slot_report().executor == "driver"
     assert cores_in_task() == 1

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from spark_elastic.collective.digest import digest
 from spark_elastic.collective.group import Group
-from spark_elastic.collective.reduction import Max
-from spark_elastic.elastic.digest import digest
+from spark_elastic.collective.operators import Max
 from spark_elastic.errors import MismatchError
 
 _BROADCAST = (
@@ -36,7 +36,6 @@ def check_equal(group: Group, tensors: Mapping[str, torch.Tensor], remedy: str =
 
     Raises:
         MismatchError: it names the first tensor that differs, on all members.
-        HorovodInternalError: a peer is gone.
     """
     digests = torch.tensor(
         [int.from_bytes(digest(tensor.detach())[:7], "little") for tensor in tensors.values()],
@@ -90,18 +89,10 @@ class VariableComparison:
         return max((self._left.get(variable, _COMPARISONS) for _, variable in self._named()), default=0)
 
     def compare(self, group: Group, left: int) -> int:
-        """Compare the variables; all members call this.
-
-        Args:
-            group: the members.
-            left: the largest `left` of the members.
-
-        Returns:
-            The comparisons that are left now.
+        """Compare the variables, on all members; `left` is their largest. Return the comparisons that are left now.
 
         Raises:
             MismatchError: variables differ, and it is the last comparison.
-            HorovodInternalError: a peer is gone.
         """
         named = self._named()
         tensors = [(name, self._values_of(variable)) for name, variable in named]
