@@ -7,8 +7,8 @@ python=$1
 shift
 clusters=
 others=tests
-for part in connect data local ml spark spark_edges test_cli.py test_demo.py test_docs.py test_horovod_scripts.py \
-    test_notebooks.py; do
+for part in connect data diagnostics local ml spark spark_edges test_cli.py test_demo.py test_docs.py \
+    test_horovod_scripts.py test_notebooks.py; do
     clusters="$clusters tests/integration/$part"
     others="$others --ignore=tests/integration/$part"
 done

@@ -30,13 +30,6 @@ def run(words, cwd):
     return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.nightly
-def test_a_script_that_exits_with_a_code_gives_it_to_the_command(script, tmp_path):
-    done = run([*LOCAL, "-np", "2", script("import sys; sys.exit(7)")], tmp_path)
-    assert done.returncode == 7
-    assert "ScriptExit: exited with code 7" in done.stderr
-
-
 def test_a_script_that_raises_ends_with_its_own_traceback(script, tmp_path):
     done = run([*LOCAL, "-np", "1", script("def f():\n    return 1 / 0\n\nf()\n")], tmp_path)
     assert done.returncode == 1

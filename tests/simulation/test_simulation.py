@@ -9,7 +9,7 @@ from tests.nightly import by_night
 from tests.simulation.planted_bugs import BUGS, Bug, machine_with
 from tests.simulation.seeds import simulate
 
-CHUNK, LARGE_CHUNK = 250, 20
+CHUNK, LARGE_CHUNK = 250, 5
 SEEDS_FOR_A_BUG = 1000
 
 

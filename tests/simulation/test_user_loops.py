@@ -101,7 +101,7 @@ def first_difference(package_in: Path, env: dict[str, str], loops: str, first: i
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize(("first", "last"), by_night([(1, 8), (9, 25)], but=[(1, 8)]))
+@pytest.mark.parametrize(("first", "last"), by_night([(1, 4), (5, 8), (9, 25)], but=[(1, 4)]))
 @pytest.mark.parametrize("loops", LOOPS)
 def test_loops_whose_collectives_fail_end_as_if_nothing_had_failed(loops, first, last):
     assert first_difference(ROOT, {}, loops, first, last) == ""

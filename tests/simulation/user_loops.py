@@ -63,9 +63,9 @@ def differs(seed: int) -> str:
         loops.__init__(process)  # as in a process of its own
         if disturbed:
             with failing(seed):
-                outcomes.append(train(seed, None, 0, 0.0))
+                outcomes.append(train(seed, None, 0.0))
         else:
-            outcomes.append(train(seed, None, 0, 0.0))
+            outcomes.append(train(seed, None, 0.0))
     calm, stormy = outcomes
     return "" if calm == stormy else f"seed {seed}: {stormy} and not {calm}, {loop_of(seed)}"
 

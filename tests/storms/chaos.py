@@ -137,7 +137,7 @@ def start_job(loop: str, seed: int, folder: Path, on: str, cluster: Any) -> Any:
         function, arguments = training.train, (str(folder), rng.choice([0, 300_000]), rng.choice([0, 1, 3]))
     else:
         function = functools.partial(random_kills.train, epochs=None)
-        arguments = (seed, str(folder), 0, EXACT_PAUSE_S)
+        arguments = (seed, str(folder), EXACT_PAUSE_S)
     return spark_elastic.run_async(
         function,
         arguments,
@@ -207,7 +207,7 @@ def rage(site: Site, job: Any, args: Any, on: str, seed: int, done: list[dict[st
 def undisturbed(seed: int, epochs: int) -> str:
     """What the loop `exact` comes to in one process that nobody strikes."""
     program = (
-        f"from tests.integration.local.random_kills import train\nprint(train({seed}, None, 0, 0.0, epochs={epochs}))"
+        f"from tests.integration.local.random_kills import train\nprint(train({seed}, None, 0.0, epochs={epochs}))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     if done.returncode:

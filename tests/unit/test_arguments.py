@@ -126,10 +126,6 @@ def test_number_of_workers_defaults_to_the_slots_within_the_bounds(given, resolv
     assert (settings.num_proc, settings.min_num_proc, settings.max_num_proc) == resolved
 
 
-def test_slots_are_not_counted_if_the_number_of_workers_is_fixed():
-    assert ScalingSettings(min_num_proc=3, max_num_proc=3).resolve(lambda: 1 // 0).num_proc == 3
-
-
 def test_horovods_argument_names_are_accepted_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="np= is Horovod's name for this; it is called num_proc= here"):
         assert spark_elastic.run(nothing, np=1, launcher=LocalLauncher(), verbose=0) == [None]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spark_elastic.collective.process import Process
-from spark_elastic.elastic.finish import LaterLoop, LoopHistory
+from spark_elastic.elastic.finish import LoopHistory
 from spark_elastic.elastic.frontend import Entry
 from spark_elastic.elastic.loop import elastic_loop
 from spark_elastic.elastic.object_state import ObjectState
@@ -163,15 +163,6 @@ def test_a_loop_within_another_and_a_loop_without_a_state_are_refused():
         within([])
 
 
-def test_an_update_leaves_the_loop_at_a_commit_without_going_back():
-    frontend = ScriptedFrontend(FIRST, next_world(steps=2, sync=False), updates=(2,))
-    state = ObjectState(n=0, seen=[])
-    state._frontend = frontend
-    assert elastic_loop(counting_to(4), frontend)(state=state) == [1, 2, 3, 4]
-    assert frontend.rejoined == [StateVersion(steps=2)]
-    assert frontend.roots == [0, 0]  # plain values are brought each time
-
-
 def test_a_world_that_breaks_before_the_loop_starts_is_left_for_the_next():
     frontend = ScriptedFrontend(HorovodInternalError("broke"), next_world(), next_world())
     state = ObjectState(n=0, seen=[])
@@ -186,41 +177,6 @@ def test_a_world_that_breaks_before_the_loop_starts_is_left_for_the_next():
     state.register_reset_callbacks([reset])
     assert elastic_loop(counting_to(1), frontend)(state) == [1]
     assert frontend.rejoined == [None, None]
-
-
-def test_a_custom_state_needs_only_save_restore_and_sync():
-    class Mine(State):
-        def __init__(self):
-            super().__init__(bcast_object=lambda value: value, get_rank=lambda: 0)
-            self.value = self.saved = 0
-            self.calls = []
-
-        def save(self):
-            self.saved = self.value
-
-        def restore(self):
-            self.calls.append("restore")
-            self.value = self.saved
-
-        def sync(self):
-            self.calls.append("sync")
-
-    frontend = ScriptedFrontend(FIRST, next_world(steps=1))
-    state = Mine()
-    attempts = []
-
-    def loop(state):
-        attempts.append(state.value)
-        state.value += 1
-        if len(attempts) == 1:
-            state.commit()
-            state.value += 10
-            raise HorovodInternalError
-        return state.value
-
-    assert elastic_loop(loop, frontend)(state) == 2
-    assert state.calls == ["sync", "restore", "sync"]
-    assert frontend.versions[-1] == StateVersion(steps=1)
 
 
 def test_a_custom_state_returns_to_the_synchronised_values_before_its_first_commit():
@@ -323,86 +279,6 @@ def test_a_finished_loop_takes_up_its_state_when_the_function_is_called_again():
     assert frontend.rejoined == [after_four]
 
 
-def test_a_finished_loop_without_steps_left_returns_its_first_result():
-    """A history, say, that the loop keeps in a variable of its own."""
-    frontend = ScriptedFrontend(FIRST, Entry(root=0, version=StateVersion(steps=2), sync=False, moved=True))
-
-    def function():
-        state = ObjectState(n=0)
-        state._frontend = frontend
-
-        def loop(state):
-            history = []
-            while state.n < 2:
-                state.n += 1
-                history.append(state.n)
-                state.commit()
-            return history
-
-        return elastic_loop(loop, frontend)(state)
-
-    assert again(frontend, function) == [[1, 2], [1, 2]]
-
-
-def test_only_the_last_finished_loop_is_entered_again():
-    entries = [FIRST, Entry(0, None, True, False, from_last_loop=True), next_world(steps=2, sync=False, loop=2)]
-    frontend = ScriptedFrontend(*entries)
-    bodies = []
-
-    def function():
-        numbers = []
-        for limit in (3, 2):
-            state = ObjectState(n=0, seen=[])
-            state._frontend = frontend
-
-            def loop(state, limit=limit):
-                bodies.append((limit, state.n))
-                return counting_to(limit)(state)
-
-            numbers.append((elastic_loop(loop, frontend)(state), state.n, state.version))
-        return numbers
-
-    first, second = again(frontend, function)
-    assert first == second
-    assert [version for _, _, version in first] == [StateVersion(steps=3), StateVersion(loop=2, steps=2)]
-    assert bodies == [(3, 0), (2, 0), (2, 2)]
-
-
-def test_a_failure_between_two_loops_is_raised_to_run_the_end_of_the_first_again():
-    frontend = ScriptedFrontend(FIRST, HorovodInternalError("the barrier broke"))
-
-    def function():
-        for _ in range(2):
-            state = ObjectState(n=0, seen=[])
-            state._frontend = frontend
-            elastic_loop(counting_to(1), frontend)(state)
-
-    with pytest.raises(HorovodInternalError, match="the barrier broke"):
-        function()
-    assert frontend.rejoined == []
-    assert frontend.loops.last == 1
-
-
-def test_a_newcomer_skips_a_finished_loop_and_gets_the_others_result():
-    entries = [LaterLoop(), Entry(root=1, version=StateVersion(loop=2, steps=5), sync=True, moved=False)]
-    frontend = ScriptedFrontend(*entries)
-    frontend.results = ["theirs"]
-    states = []
-
-    def loop(state):
-        states.append(state.version)
-        return "own"
-
-    state = ObjectState(n=7)
-    state._frontend = frontend
-    assert elastic_loop(loop, frontend)(state) == "theirs"
-    assert (state.n, states) == (7, [])
-    other = ObjectState(n=8)
-    other._frontend = frontend
-    assert elastic_loop(loop, frontend)(other) == "own"
-    assert states == [StateVersion(loop=2, steps=5)]
-
-
 class Own(State):
     """A state as Horovod documents it."""
 
@@ -433,11 +309,6 @@ def run_own(frontend: ScriptedFrontend, through: bool) -> tuple[int, int]:
     left = state.value
     state.value = -1
     return out, left
-
-
-def test_a_custom_state_is_moved_by_its_sync():
-    frontend = ScriptedFrontend(FIRST, next_world(steps=0, sync=False))
-    assert again(frontend, lambda: run_own(frontend, through=True)) == [(3, 3), (3, 3)]
 
 
 def test_a_custom_state_that_broadcasts_without_bcast_object_is_named():

@@ -1,6 +1,6 @@
-"""mypy --strict and pyright find nothing in the recipes and the notebooks, and do find a mistake that is put there.
+"""pyright --strict finds nothing in the recipes and the notebooks, and does find a mistake that is put there.
 
-The checkers see the package as they see it on a user's machine, through `py.typed`.
+It sees the package as they see it on a user's machine, through `py.typed`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,6 @@ import pytest
 
 from tests import user_code
 from tests.pages import ROOT
-
-MYPY = """\
-[mypy]
-strict = true
-mypy_path = {stubs}:{root}
-ignore_missing_imports = true
-follow_imports = silent
-untyped_calls_exclude = torch, transformers
-"""
-"""torch.jit and transformers are not annotated."""
 
 PYRIGHT = {
     "include": ["."],
@@ -92,7 +82,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("user_code")
     user_code.write(made)
     (made / "mistakes.py").write_text(MISTAKES)
-    (made / "mypy.ini").write_text(MYPY.format(root=ROOT, stubs=made / "stubs"))
     (made / "pyrightconfig.json").write_text(json.dumps(PYRIGHT))
     for name, code in STUBS.items():
         stub = made / "stubs" / f"{name}.pyi"

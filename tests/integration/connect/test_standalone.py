@@ -17,10 +17,7 @@ import spark_elastic
 from spark_elastic import ElasticTorchEstimator
 from spark_elastic.diagnostics.findings import PROBLEM
 from tests.integration.connect.server import ConnectServer
-from tests.integration.connect.test_run import PROMPT
 from tests.integration.processes import GONE_S, assert_gone, wait_for_file, wait_until
-from tests.integration.spark.diary import Diary
-from tests.integration.spark.training import train
 from tests.leftovers import Before
 
 pytestmark = [pytest.mark.nightly, pytest.mark.cluster]
@@ -35,11 +32,6 @@ def server(connect_mode):
 @pytest.fixture(scope="module")
 def session(server):
     return server.session()
-
-
-def start(session, folder, **settings):
-    job = spark_elastic.run_async(train, (str(folder),), spark=session, **{**PROMPT, **settings})
-    return job, Diary(folder)
 
 
 def test_model_is_that_of_a_fit_in_which_no_executor_was_killed(server, session, tmp_path):

@@ -44,32 +44,11 @@ def test_null_in_one_of_many_columns_of_a_type_is_reported_with_its_column_and_r
     assert "the first is row 5 of partition 0" in str(error)
 
 
-def test_partitions_with_different_lengths_are_reported(spark, store):
-    error = refused(spark, store, "x array<int>", [([1, 2],)] * 3 + [([1, 2, 3],)] + [([1, 2],)] * 2, parts=6)
-    assert_matches(r"1 of 6 .*values of shape \[3\] .*expected shape \[2\] as in most partitions", str(error))
-
-
 def test_vectors_of_different_sizes_are_reported(spark, store):
     schema = T.StructType([T.StructField("x", VectorUDT())])
     for other in (Vectors.dense([1, 2, 3]), Vectors.sparse(3, [1], [1.0])):
         error = refused(spark, store, schema, [(Vectors.dense([1, 2]),), (other,)])
         assert_matches("1 of 2 .* arrays of 3 .*expected arrays of 2 as in the first row", str(error))
-
-
-def test_dataframe_without_rows_is_reported(spark, store):
-    assert "the DataFrame has no rows" in str(refused(spark, store, "x int", []))
-
-
-def test_split_without_rows_is_reported(spark, store):
-    error = refused(spark, store, "x int, v boolean", [(1, False), (2, False)], validation="v")
-    assert "validation='v' leaves no row for the split 'validation', of 2 rows in all" in str(error)
-    error = refused(spark, store, "x int, v boolean", [(1, True), (2, True)], validation="v")
-    assert "leaves no row for the split 'train'" in str(error)
-
-
-def test_null_in_the_validation_column_is_reported(spark, store):
-    error = refused(spark, store, "x int, v boolean", [(1, True), (2, None)], validation="v")
-    assert_matches("column 'v': 1 of 2 .*null .*expected true or false", str(error))
 
 
 @pytest.mark.parametrize(
@@ -119,16 +98,6 @@ def test_invalid_settings_are_reported(spark, store, options, complaint):
 def test_streaming_dataframe_is_refused(spark, store):
     with pytest.raises(DataError, match="a streaming DataFrame cannot be materialised"):
         materialize(spark.readStream.format("rate").load(), {"x": "value"}, store=store)
-
-
-def test_error_in_a_user_function_is_reported_without_frames(spark, store):
-    @F.udf("double")
-    def fails(x):
-        return 1 / (x - 7)
-
-    with pytest.raises(DataError) as caught:
-        materialize(spark.range(10).select(fails("id").alias("x")), {"x": "x"}, store=store)
-    assert str(caught.value) == "the rows could not be written: ZeroDivisionError: division by zero"
 
 
 def test_error_of_the_query_is_reported(spark, store):

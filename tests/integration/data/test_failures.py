@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from pyspark.sql import functions as F
 
-from spark_elastic.data.catalog import DATASETS, delete_temporary
+from spark_elastic.data.catalog import DATASETS
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.materialization import materialize
 from spark_elastic.data.shared_store import PROBE, ensure_shared
-from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 from spark_elastic.spark.session import cluster_of
 from tests.integration.clusters import local_cluster
@@ -28,12 +27,6 @@ def cluster():
     with local_cluster(2, 1, 1024) as cluster:
         cluster.sc.setLogLevel("OFF")
         yield cluster
-
-
-@pytest.fixture
-def store(tmp_path):
-    yield Store.create(tmp_path / "store")
-    delete_temporary()
 
 
 def dies_once(folder, kill):

@@ -1,4 +1,4 @@
-"""One seeded training whose workers kill themselves at random moments, and what it has to come to.
+"""One seeded training whose workers may be killed at any moment, and what it has to come to.
 
 Weights are whole numbers that do not depend on how many workers there are, so the end is equal to the last bit.
 """
@@ -6,10 +6,7 @@ Weights are whole numbers that do not depend on how many workers there are, so t
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-import signal
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,41 +56,12 @@ class Scale:
         self.scale = values["scale"]
 
 
-class Killer:
-    """Kills this process at a random moment: at most once a round, and only while somebody else holds the state."""
-
-    def __init__(self, folder: str, seed: int, limit: int) -> None:
-        self.folder, self.limit, self.round = Path(folder), limit, 0
-        self.rng = random.Random(f"{seed} {os.getpid()}")
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def entered(self, round: int) -> None:
-        Path(self.folder, f"in-{round}-{os.getpid()}").touch()
-        self.round = round
-
-    def _run(self) -> None:
-        while True:
-            time.sleep(self.rng.expovariate(4.0))
-            round = self.round
-            others = [path for path in self.folder.glob(f"in-{round}-*") if not path.name.endswith(f"-{os.getpid()}")]
-            if not round or not others or len(list(self.folder.glob("kill-*"))) >= self.limit:
-                continue
-            try:
-                Path(self.folder, f"kill-{round}").touch(exist_ok=False)
-            except FileExistsError:
-                continue
-            if self.round != round:  # in the next world there may be nobody else
-                continue
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def train(seed: int, folder: str | None, kills: int, pause_s: float, *, epochs: int | None = EPOCHS):
+def train(seed: int, folder: str | None, pause_s: float, *, epochs: int | None = EPOCHS):
     """Run the loop of this seed.
 
     Args:
-        folder: Where kills are noted, and each step with its time (a diary: see `tests.integration.spark.training`).
-            None: nobody is killed, and nothing is noted.
-        kills: How many workers may kill themselves.
+        folder: Where each step is noted with its time (a diary: see `tests.integration.spark.training`); None: nothing
+            is noted.
         pause_s: Seconds of sleep in each step.
         epochs: None: until the file `finish` is in the folder at the beginning of an epoch.
 
@@ -107,7 +75,6 @@ def train(seed: int, folder: str | None, kills: int, pause_s: float, *, epochs: 
 
     hvd.init()
     how = loop_of(seed)
-    killer = Killer(folder, seed, kills) if folder is not None and kills else None
     note = Notes(folder) if folder is not None else None
     if note is not None:
         note("up")
@@ -208,8 +175,6 @@ def train(seed: int, folder: str | None, kills: int, pause_s: float, *, epochs: 
             if len(set(map(str, states))) > 1:
                 Path(folder, f"diverged-{process.assignment.world.round}").write_text("\n".join(map(str, states)))
                 raise AssertionError(f"seed {seed}, {how}: the states differ: {states}")
-        if killer is not None:
-            killer.entered(process.assignment.world.round)
         while not over():
             while state.batch < BATCHES:
                 one_batch()

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from spark_elastic.errors import RepeatedCrashError
+from spark_elastic.errors import RepeatedCrashError, ResetLimitError
 from tests.integration.local import loops
 
 STEP = 5
@@ -47,5 +47,5 @@ def test_a_process_that_is_killed_at_one_step_each_time_is_not_started_for_ever(
 @pytest.mark.nightly
 def test_without_a_limit_it_is_tried_on(start_job, tmp_path):
     job = start_job(loops.steps, (str(tmp_path), 20, kill_at), num_proc=2, crash_limit=None, reset_limit=5)
-    with pytest.raises(Exception, match="reset_limit is 5"):
+    with pytest.raises(ResetLimitError, match="reset_limit is 5"):
         job.result(90)

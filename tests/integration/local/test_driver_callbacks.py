@@ -16,7 +16,7 @@ import torch
 import spark_elastic
 from spark_elastic import DriverCallback, LocalLauncher
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.errors import JobCancelledError, StateLostError
+from spark_elastic.errors import JobCancelledError
 from spark_elastic.ml.callbacks import Callback
 from tests.integration.local.driver_fits import Killing, Pids, Watch, estimator
 from tests.integration.processes import GONE_S, KEPT, MARK, OF_THIS_PROCESS, assert_gone, left_by_jobs, wait_until
@@ -172,22 +172,3 @@ def test_ctrl_c_ends_a_fit_whose_callback_hangs(rows: Dataset) -> None:
     with pytest.raises(KeyboardInterrupt):
         estimator(callback, num_proc=1).from_dataset_path(rows)
     assert isinstance(callback.results[0].error, KeyboardInterrupt)
-
-
-class TrainsAnother(Watch):
-    """Has a fit of its own after the third epoch, whose workers are lost."""
-
-    def on_epoch_end(self, row: Any) -> Any:
-        super().on_epoch_end(row)
-        if row["epoch"] == 2:
-            raise StateLostError(progress=3, last_reason="of the other fit")
-
-
-@pytest.mark.nightly
-def test_lost_state_of_another_fit_in_a_callback_ends_this_one(rows: Dataset, tmp_path: Path) -> None:
-    callback = TrainsAnother()
-    fit = estimator(callback, num_proc=1, checkpoint_dir=str(tmp_path), checkpoint_interval=1)
-    with pytest.raises(StateLostError, match="of the other fit") as raised:
-        fit.from_dataset_path(rows)
-    assert len(callback.rows) == 3, "the training did not go on from its checkpoint"
-    assert callback.results[0].error is raised.value

@@ -10,13 +10,11 @@ from spark_elastic.errors import (
     JobCancelledError,
     NotEnoughSlotsError,
     NotPicklableError,
-    ResetLimitError,
     StateLostError,
     UserFunctionError,
     WorkerStartError,
 )
 from spark_elastic.membership.timeline import WorkerLeft, WorldStarted
-from spark_elastic.wire.worker_link import notify
 from tests.integration.local import loops
 from tests.integration.processes import GONE_S, is_running, wait_until
 
@@ -37,17 +35,6 @@ def wait_for_round(job, round, size):
     wait_until(
         lambda: any(w.round >= round and w.size == size for w in worlds(job)), WAIT_S, f"round {round} of {size}"
     )
-
-
-@pytest.mark.nightly
-def test_what_a_worker_has_to_say_to_people_is_one_of_the_changes(start_job):
-    def speak():
-        loops.rank_and_size()
-        notify("the disk is full")
-
-    job = start_job(speak, num_proc=1)
-    job.result(60)
-    assert [str(change) for change in job.changes() if change.kind == "notice"] == ["rank 0: the disk is full"]
 
 
 @pytest.mark.nightly
@@ -123,14 +110,6 @@ def test_all_workers_lost_at_once_is_a_clear_error(start_job, tmp_path):
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(StateLostError, match="every worker that held the state is gone"):
-        job.result(30)
-
-
-@pytest.mark.nightly
-def test_too_many_resets_end_the_job(start_job, tmp_path):
-    job = start_job(loops.steps, (str(tmp_path), 100_000), num_proc=2, min_num_proc=1, reset_limit=0)
-    os.kill(pid_of(tmp_path, 1, 1), signal.SIGKILL)
-    with pytest.raises(ResetLimitError, match="reset_limit is 0"):
         job.result(30)
 
 
@@ -243,14 +222,6 @@ def test_cancel_ends_everything_within_seconds(start_job, tmp_path):
 
 
 @pytest.mark.nightly
-def test_cancel_before_the_workers_are_up(start_job, tmp_path):
-    job = start_job(loops.steps, (str(tmp_path), 100_000))
-    job.cancel("changed my mind")
-    with pytest.raises(JobCancelledError):
-        job.result(0)
-
-
-@pytest.mark.nightly
 def test_two_jobs_at_once_do_not_disturb_each_other(start_job, tmp_path):
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
@@ -274,15 +245,6 @@ def test_output_arrives_line_by_line_with_its_rank(start_job, capsys):
     assert "[1]<stdout>:I am 1\n" in captured.out
     assert sum(line.count("x") for line in captured.out.splitlines() if "I am" not in line) == 200_000
     assert "[0]<stderr>:no newline at the end\n" in captured.err
-
-
-@pytest.mark.nightly
-def test_the_environment_reaches_the_workers(start_job):
-    def reads():
-        loops.rank_and_size()
-        return os.environ["GREETING"], os.environ["OMP_NUM_THREADS"]
-
-    assert start_job(reads, env={"GREETING": "hi"}).result(30) == [("hi", "1")] * 2
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])

@@ -151,18 +151,6 @@ def test_page_says_that_the_driver_is_gone(browser):
     assert "10.0k of 12.0k" in text(browser, "tiles")
 
 
-@pytest.mark.nightly
-def test_token_of_the_environment_is_used_and_not_printed(start_job, tmp_path, capfd, monkeypatch):
-    monkeypatch.setenv("SPARK_ELASTIC_STATUS_TOKEN", "a-secret-of-mine-0123")
-    job = start_job(counting, (str(tmp_path), 30), num_proc=1)
-    assert job.status_url.endswith("?token=a-secret-of-mine-0123")
-    assert fetched(job.status_url)["version"] == 1
-    job.result(LIMIT_S)
-    said = capfd.readouterr().err
-    assert "a-secret-of-mine" not in said
-    assert "(token: $SPARK_ELASTIC_STATUS_TOKEN)" in " ".join(said.split())
-
-
 def test_epochs_of_a_silent_training_are_on_its_page(start_job, tmp_path):
     trainings.make_set(tmp_path / "set")
     training = trainings.make_training(tmp_path / "set", tmp_path)

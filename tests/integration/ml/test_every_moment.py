@@ -142,6 +142,7 @@ def exact() -> dict[str, Any]:
     return {"model": net, "optimizer": optimizer, "consistency": "exact", "virtual_workers": 4}
 
 
+@pytest.mark.nightly
 def test_every_bit_of_an_exact_fit_is_that_without_the_kill(cluster: Cluster, hold: Hold, tmp_path: Path) -> None:
     killer = when(hold, 1, lambda pids: kill_executors_of(cluster, pids))
     callbacks = [HoldingCallback(hold, "on_batch_end", STEPS + 3)]
@@ -172,6 +173,7 @@ def keras_settings(store: Path, **changes: Any) -> dict[str, Any]:
     return {**{name: made[name] for name in made if name not in ("optimizer", "loss", "metrics")}, "model": net}
 
 
+@pytest.mark.nightly
 def test_a_keras_fit_is_that_without_the_kill_and_resumes(cluster: Cluster, hold: Hold, tmp_path: Path) -> None:
     pytest.importorskip("tensorflow")
     from tests.unit.ml.keras.estimators import HereEstimator as HereKerasEstimator

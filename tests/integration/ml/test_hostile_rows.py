@@ -112,18 +112,12 @@ VALUES = {
     "a timestamp among floats": ("a", "timestamp'2020-01-01 00:00:00'", {}, "column 'a': 12 of 12 .* exactly"),
 }
 SCHEMA = {
-    "a map": ("a", "map('k', 1)", {}, "column 'a' is of type map<string,int>, .*take the values"),
-    "a struct": ("a", "named_struct('k', 1)", {}, "column 'a' is of type struct<k:int>, .*select its fields"),
     "structs in an array": ("a", "array(named_struct('k', 1))", {}, "column 'a' .* select its fields"),
     "a struct as label": ("y", "named_struct('k', 1)", {}, "column 'y' .* select its fields"),
-    "months": ("a", "interval '1' year", {}, "interval year, which cannot be stored; cast it to a number of months"),
-    "no type": ("a", "null", {}, "column 'a' is of type void, .*give the column a type"),
     "text": ("a", "'text'", {}, "feature_cols 'a' is string, which a model cannot take"),
     "text as label": ("y", "'text'", {}, "label_cols 'y' is string, .*StringIndexer"),
     "bytes": ("a", "cast('text' as binary)", {}, "feature_cols 'a' is binary, which a model cannot take"),
     "text as weight": ("w", "'text'", {"sample_weight_col": "w"}, "sample_weight_col 'w' is string"),
-    "a validation column of numbers": ("v", "1", {"validation": "v"}, "'v' is int; it must be boolean"),
-    "a missing validation column": ("v", "true", {"validation": "vv"}, "'vv' is not a column .*did you mean 'v'"),
     "a name that is no text": ("a", "a", {"feature_cols": ["\ud800", "b"]}, "is not a column of the DataFrame"),
     "a name in other letters": ("c", "a", {"feature_cols": ["A", "b"]}, "'A' is not a column"),
 }

@@ -1,4 +1,4 @@
-"""LightningModules in workers: a kill, beside one process; transform."""
+"""LightningModules in workers: a kill, beside one process."""
 
 from __future__ import annotations
 
@@ -35,13 +35,6 @@ class DiesOnce(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Predicting(Measured):
-    """Classifies, and gives probabilities in `transform`."""
-
-    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        return self(batch).softmax(1)
-
-
 @pytest.fixture(scope="module")
 def numbers() -> tuple[torch.Tensor, torch.Tensor]:
     generator = np.random.default_rng(7)
@@ -61,7 +54,7 @@ def table(spark: Any, numbers: Any) -> Any:
 def fitted(table: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("lightning")
     estimator = ElasticTorchEstimator.from_lightning(
-        Predicting(),
+        Measured(),
         feature_cols=["x"],
         label_cols=["label"],
         validation="aside",
@@ -71,7 +64,6 @@ def fitted(table: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         callbacks=[DiesOnce(folder / "died", 7)],
         num_proc=2,
         min_num_proc=1,
-        prediction="argmax",
         store=str(folder),
         verbose=0,
     )
@@ -81,7 +73,7 @@ def fitted(table: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_fit_with_a_kill_gives_what_lightning_gives_in_one_process(fitted: Any, numbers: Any) -> None:
     (lost,) = [event for event in fitted.events if event["kind"] == "lost"]
     assert (lost["before"], lost["after"]) == (2, 1)
-    reference = Predicting()
+    reference = Measured()
     x, y = numbers
     train, validation = (x[:ROWS], y[:ROWS]), (x[ROWS:], y[ROWS:])
     expected = trained_by_lightning(reference, train, validation, batch_size=BATCH, epochs=EPOCHS)
@@ -93,11 +85,3 @@ def test_a_fit_with_a_kill_gives_what_lightning_gives_in_one_process(fitted: Any
     assert weights_of(fitted) == pytest.approx(
         [number for value in reference.state_dict().values() for number in value.reshape(-1).tolist()], abs=1e-5
     )
-
-
-def test_transform_gives_what_predict_step_gives(fitted: Any, table: Any, numbers: Any) -> None:
-    found = fitted.transform(table).select("output", "prediction").limit(10).collect()
-    with torch.no_grad():
-        wanted = fitted.module(numbers[0][:10]).softmax(1)
-    assert np.allclose([row.output for row in found], wanted, atol=1e-6)
-    assert [row.prediction for row in found] == wanted.argmax(1).tolist()

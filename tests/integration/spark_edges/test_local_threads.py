@@ -46,13 +46,6 @@ def launch(cluster):
     assert cluster.sc.statusTracker().getActiveJobsIds() == []
 
 
-def test_outcome_of_an_agent_comes_back_with_its_result(launch):
-    launcher, ends = launch("return forty-two")
-    launcher.launch(2)
-    [(slot, why, outcome, _)] = ends.wait_for(1)
-    assert (slot, why, outcome.worker, outcome.result) == (2, "done", 2, b"forty-two")
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("apart", [True, False])
 def test_agents_that_are_kept_apart_run_in_no_python_worker_that_ran_anything_before(cluster, launch, apart):
@@ -99,31 +92,6 @@ def test_withdrawn_slot_ends_at_once_and_the_others_go_on(launch, tmp_path):
 
 
 @pytest.mark.nightly
-def test_only_the_agent_of_the_newest_launch_is_admitted_and_only_until_it_is_to_end(launch, tmp_path):
-    launcher, ends = launch(f"stay {tmp_path}")
-    assert not launcher.admit(0, 1)
-    launcher.launch(0)
-    assert launcher.admit(0, 1)
-    started(tmp_path, 1)
-    launcher.withdraw(0, reported("given back"))
-    assert not launcher.admit(0, 1)
-    ends.wait_for(1)  # while the task goes on
-    launcher.launch(0)
-    assert [launcher.admit(0, 1), launcher.admit(0, 2)] == [False, True]
-
-
-@pytest.mark.nightly
-def test_close_ends_running_and_pending_slots(launch, tmp_path):
-    launcher, ends = launch(f"stay {tmp_path}")
-    for slot in range(6):  # two more than can run
-        launcher.launch(slot)
-    started(tmp_path, 4)
-    launcher.close(WAIT_S)
-    launcher.close(WAIT_S)
-    assert {why for _, why, _, _ in ends.wait_for(6)} == {"the job is over"}
-
-
-@pytest.mark.nightly
 def test_launches_leave_no_threads_and_no_descriptors(cluster, launch):
     me, jvm = psutil.Process(), psutil.Process(cluster.driver_jvm)
     launcher, ends = launch("return x")
@@ -145,11 +113,6 @@ def test_launches_leave_no_threads_and_no_descriptors(cluster, launch):
 
 
 # --- discovery ----------------------------------------------------------------------------------
-
-
-def test_slots_are_the_threads_of_the_driver(cluster):
-    count = cluster_of(cluster.sc).count_slots()
-    assert count.now == count.most == 4
 
 
 def test_probe_reports_the_driver_as_executor(cluster):
@@ -174,12 +137,6 @@ class MayGrow(ClassicCluster):
 
     def fixed_slots(self):
         return None
-
-
-def test_more_slots_than_there_can_ever_be_are_refused_at_once(cluster):
-    with pytest.raises(NotEnoughSlotsError, match=r"5 slots are needed, and master local\[4\] has 4 slots") as caught:
-        wait_for_slots(cluster_of(cluster.sc), 5, 600.0, Waiting())
-    assert (caught.value.have, caught.value.need) == (4, 5)
 
 
 def test_too_few_slots_are_reported_with_the_numbers_after_the_timeout(cluster):

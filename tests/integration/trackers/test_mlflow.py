@@ -188,22 +188,6 @@ def test_fits_of_a_search_are_children_of_the_run_that_was_active_where_it_began
     assert mlflow.get_run(found[0]).info.status == "FINISHED"
 
 
-@pytest.mark.nightly
-def test_fits_of_a_list_of_settings_are_children_of_the_active_run(mlflow: Any) -> None:
-    tracker = MLflowCallback(log_models=[])
-    found: list[str | None] = []
-    with mlflow.start_run() as parent, fits_of(parent.info.run_id):
-        for _ in range(2):
-            fit_of(tracker)
-            found.append(tracker.run_id)
-        assert mlflow.active_run().info.run_id == parent.info.run_id
-    assert len({*found, parent.info.run_id}) == 3
-    for run_id in found:
-        run = mlflow.get_run(run_id)
-        assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
-        assert run.info.status == "FINISHED"
-
-
 def failing(function: Any, error: Exception, times: int) -> Any:
     """Return the function, which fails at its first calls."""
     calls: list[int] = []

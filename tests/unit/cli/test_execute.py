@@ -105,15 +105,6 @@ def test_the_discovery_script_is_asked_with_the_slots_per_host(script, tmp_path)
     assert settings["discovery"].find_available_hosts_and_slots() == {"a": 4, "b": 2}
 
 
-def test_a_bug_in_the_script_ends_with_its_traceback_and_exit_code_1(script, capsys):
-    session = FakeSession()
-    assert run_cli(script, run=FakeRun(raised()), session=session) == 1
-    told = capsys.readouterr().err
-    assert "rank 1 on h raised ValueError: bad" in told
-    assert "Traceback: ..." in told
-    assert session.closed
-
-
 @pytest.mark.parametrize(("exit_code", "code"), [(3, 3), (256, 1), (-1, 255)])
 def test_script_that_exits_with_a_code_gives_the_command_that_code(script, capsys, exit_code, code):
     error = raised("ScriptExit", f"exited with code {exit_code}", exit_code=exit_code)

@@ -247,24 +247,6 @@ def test_damaged_copy_is_fetched_again(tmp_path, damage):
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
-@pytest.mark.nightly
-def test_damage_in_rows_that_a_rank_does_not_read_is_refused_by_it_too(tmp_path):
-    numbered(tmp_path / "set", [40_000])
-    with (tmp_path / "set" / "0.rows").open("r+b") as file:
-        file.seek(24 * 20_000)
-        file.write(b"another")
-    _, dataset = remote(tmp_path / "set")
-    windows = WindowSettings(4, 50, 200)
-    for rank in range(4):
-        options = {"rank": rank, "size": 4, "order": "lanes", "lanes": windows, "cache_dir": tmp_path / str(rank)}
-        with (
-            dataset.reader(batch_size=8, **options) as reader,
-            pytest.raises(DatasetError, match=r"0\.rows has the checksum \w+, the manifest says"),
-        ):
-            next(reader.epoch(0))
-        assert [path.name for path in (tmp_path / str(rank)).iterdir()] == ["lock"], "nothing of it is kept"
-
-
 READ = """
 import sys
 from tests.unit.data.test_remote_cache import remote

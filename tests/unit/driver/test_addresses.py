@@ -49,17 +49,6 @@ def test_a_host_without_an_address_is_told_so():
         check_interfaces("b", {}, None)
 
 
-def test_ipv6_targets_have_brackets_and_are_recognised_in_the_answer():
-    book = AddressBook()
-    book.joined(1, hello("a", eth0="fd00::1", eth1="fd01::1"), "fd00::1")
-    book.joined(2, hello("b", eth0="fd00::2"), "fd00::2")
-    probes = dict(book.probes_for(2))
-    assert probes == {2: ("[fd00::1]:9", "[fd01::1]:9"), 1: ("[fd00::2]:9",)}
-    book.answered(probes[2], ["[fd01::1]:9"])
-    book.answered(probes[1], ["[fd00::2]:9"])
-    assert book.choose([1, 2]) == {1: "fd01::1", 2: "fd00::2"}
-
-
 def test_all_members_of_a_world_get_addresses_of_one_protocol_if_they_can():
     book = AddressBook()
     book.joined(1, hello("a", eth0=("10.0.0.1", "fd00::1"), lo=("127.0.0.1", "::1")), "10.0.0.1")

@@ -13,13 +13,6 @@ def store():
     return store
 
 
-def test_a_request_is_answered_at_once_if_its_key_is_there(store):
-    store.set(1, "a", b"1")
-    answers = []
-    store.get(1, "a", answers.append)
-    assert answers == [b"1"]
-
-
 def test_requests_wait_for_their_key(store):
     answers = []
     store.get(1, "a", answers.append)

@@ -6,15 +6,12 @@ import time
 
 import pytest
 
-from spark_elastic.driver import rendezvous_server
 from spark_elastic.driver.rendezvous_server import RendezvousServer
-from spark_elastic.membership.ranking import ranked
 from spark_elastic.membership.topology import Member, Place, World
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire import messages as wire
-from spark_elastic.wire.admission import MAX_UNAUTHENTICATED, Admission
+from spark_elastic.wire.admission import MAX_UNAUTHENTICATED
 from spark_elastic.wire.channel import connect
-from spark_elastic.wire.encoding import encode
 from spark_elastic.wire.framing import new_key
 
 LIMIT = MAX_UNAUTHENTICATED
@@ -141,31 +138,6 @@ def test_the_key_value_space_joins_two_workers_of_a_round(served):
     inbox.wait_for("message", wire.KvValue("a", b"x"))
 
 
-def a_world(round, workers, hosts=2):
-    members = ranked((worker, Place(f"10.0.0.{worker % hosts}", "1", worker)) for worker in workers)
-    return wire.WorldAssigned(World(round, members, 0, None, True), tuple(each.place.host for each in members))
-
-
-@pytest.mark.nightly
-def test_world_is_encoded_once_for_all_members(served, monkeypatch):
-    encoded = []
-
-    def counting(message):
-        encoded.append(type(message))
-        return encode(message)
-
-    monkeypatch.setattr(rendezvous_server, "encode", counting)
-    served.listener.expected |= set(range(1, 41))
-    inboxes = {worker: served.client(wire.WorkerHello(worker))[1] for worker in range(1, 41)}
-    for worker in inboxes:
-        served.listener.wait_for("worker_said", worker)
-    first = a_world(1, range(1, 41))
-    served.call(served.server.publish, first)
-    for inbox in inboxes.values():
-        inbox.wait_for("message", first)
-    assert encoded.count(wire.WorldAssigned) == 1
-
-
 @pytest.mark.parametrize("hello", [HELLO, wire.WorkerHello(5)])
 def test_driver_that_stands_still_for_less_than_the_limit_loses_no_peer(hello):
     limit_s, interval_s = 2.0, 0.4
@@ -249,21 +221,6 @@ def test_more_peers_at_once_than_the_limit_all_connect_by_retrying(served):
     assert len(inboxes) == LIMIT + 64
     for inbox in inboxes:
         inbox.wait_for("message", wire.Welcome(1.0, 6.0, 60.0))
-
-
-@pytest.mark.nightly
-def test_many_refusals_are_logged_in_few_words(caplog):
-    class Stranger:
-        peer_address = "10.0.0.1"
-
-    admission = Admission(Stranger)
-    for size in range(10_000):
-        admission.settle(Stranger(), f"a frame of {size} bytes was announced")
-    admission.close()
-    first, rest = caplog.messages
-    assert "refused 1 connections" in first
-    assert "refused 9999 connections" in rest
-    assert "the last from 10.0.0.1 (a frame of 9999 bytes was announced)" in rest
 
 
 def test_closing_the_server_closes_every_connection(served):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -149,21 +148,6 @@ def test_impossible_time_for_a_decision_is_reported(limit: Any) -> None:
     callback.decides_within_s = limit
     with pytest.raises(InvalidSettingsError, match="decides_within_s of Recording must be a number of seconds"):
         CallbackSession([callback])
-
-
-def test_events_are_called_on_the_thread_that_waits() -> None:
-    threads: list[str] = []
-
-    class Where(DriverCallback):
-        def on_epoch_end(self, row: Any) -> None:
-            threads.append(threading.current_thread().name)
-
-    session = CallbackSession(Where())
-    worker = threading.Thread(target=lambda: [session.epoch_ended(row(0), None), session.job_over()], name="job")
-    worker.start()
-    session.deliver()
-    worker.join()
-    assert threads == [threading.current_thread().name]
 
 
 def test_run_async_takes_no_callbacks() -> None:

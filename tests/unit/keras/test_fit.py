@@ -200,18 +200,3 @@ def test_a_killed_worker_costs_no_step_and_no_row(where, passes, options):
 def test_rank_0_may_die_and_another_after_it():
     (result,) = together(train, {1: (0, 3), 2: (1, 7)}, count=3, left=1)
     check([result], 1)
-
-
-def test_an_optimizer_that_a_state_does_not_know_yet_keeps_its_values(alone):
-    model = build(seed=1)
-    state = KerasState(model, batch=0, epoch=0)
-    compiled(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9)))
-    model.optimizer.build(model.trainable_variables)
-    dataset = ElasticDataset(*data(), state=state, batch_size=BATCH)
-    kept = [*model.trainable_variables, *model.optimizer.variables]
-    before = [variable.numpy() for variable in kept]
-    state._before_joining()
-    assert model.train_function is not None
-    for old, variable in zip(before, kept, strict=True):
-        np.testing.assert_array_equal(old, variable.numpy())
-    assert dataset.rows == ROWS

@@ -11,7 +11,6 @@ from spark_elastic.data.order.permutation import EpochOrder
 from spark_elastic.errors import HostsUpdatedInterrupt, UsageError
 from spark_elastic.keras.elastic import ElasticCallback, ElasticDataset, KerasState
 from spark_elastic.keras.elastic.fit import deal
-from tests.unit.keras.test_backends import in_a_process
 from tests.unit.world_link import die, link
 from tests.unit.worlds import together
 
@@ -124,18 +123,6 @@ def test_class_weight_of_one_fit_is_not_that_of_the_next(alone):
         np.testing.assert_allclose(weights_of(model)[0], weights_of(other)[0], rtol=1e-5, atol=1e-6)
 
 
-def weigh_in_a_world():
-    hvd.init()
-    return elastic(class_weight=WEIGHTS)[1]
-
-
-@pytest.mark.nightly
-def test_class_weight_does_not_depend_on_the_number_of_workers():
-    (one,), several = together(weigh_in_a_world, count=1), together(weigh_in_a_world, count=3)
-    for found in several:
-        np.testing.assert_allclose(found[0], one[0], rtol=1e-5, atol=1e-6)
-
-
 def test_weights_need_the_targets_of_one_output(alone):
     model = build()
     state = KerasState(model, batch=0, epoch=0)
@@ -148,22 +135,6 @@ def test_weights_need_the_targets_of_one_output(alone):
             model.fit(dataset, class_weight=WEIGHTS, verbose=0)
     with pytest.raises(UsageError, match="without y"):
         ElasticDataset(x, sample_weight=np.ones(ROWS), state=state)
-
-
-ON_TORCH = """
-from tests.unit.keras import test_fit_arguments as tests
-import keras
-import spark_elastic.keras as hvd
-assert keras.backend.backend() == "torch"
-hvd.init()
-tests.same(tests.elastic(class_weight=tests.WEIGHTS), tests.plain(class_weight=tests.WEIGHTS))
-"""
-
-
-@pytest.mark.nightly
-def test_class_weight_on_torch_is_the_same():
-    done = in_a_process(ON_TORCH, "torch")
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import keras
-import numpy as np
 import pytest
 
 import spark_elastic.keras as hvd
@@ -286,32 +285,6 @@ def test_code_between_fit_and_commit_runs_again_after_a_loss_there(alone, counte
     assert int(model.optimizer.iterations) == 3 * -(-len(data()[0]) // BATCH)
 
 
-@pytest.mark.nightly
-def test_changes_at_the_end_of_an_epoch_are_undone_when_it_comes_again(alone):
-    model, state, dataset = ready()
-    failed = []
-
-    class Fails(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            if epoch == 3 and not failed:
-                failed.append(float(model.optimizer.learning_rate))
-                raise HorovodInternalError("a collective of this callback's own")
-
-    @hvd.elastic.run
-    def loop(state):
-        plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=3, min_delta=1e-6)
-        losses = Losses()
-        callbacks = [Flat(), plateau, losses, Fails(), ElasticCallback(state)]
-        model.fit(dataset, initial_epoch=state.epoch, epochs=5, verbose=0, callbacks=callbacks)
-        return losses
-
-    losses = loop(state)
-    assert failed == [pytest.approx(0.05)]
-    assert float(model.optimizer.learning_rate) == pytest.approx(0.05)
-    assert losses.epochs == list(range(5))
-    assert losses.batches == 5 * BATCHES
-
-
 class LeavesOnce(keras.callbacks.Callback):
     """Has the loop be left once in the second epoch: by a loss or for the next world, within it or at its end."""
 
@@ -369,27 +342,6 @@ def test_a_rate_that_an_epoch_begins_with_decays_once_an_epoch(alone, how, at, w
     plain = small().fit(*data(), batch_size=BATCH, shuffle=False, epochs=4, verbose=0, callbacks=callbacks(None))
     elastic = trained_with(callbacks, how, at)
     assert elastic.history["learning_rate"] == pytest.approx(plain.history["learning_rate"], rel=1e-5)
-
-
-class AddsToLogs(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        logs["rate"] = self.model.optimizer.learning_rate
-        logs["number"] = keras.ops.convert_to_tensor(float(epoch))
-        logs["vector"] = keras.ops.convert_to_tensor([float(epoch), 1.0])
-        logs["object"] = slice(epoch)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("how", "at"), [("loss", "batch"), ("change", "epoch")])
-def test_the_history_keeps_tensors_and_objects_of_the_logs(alone, how, at):
-    history = trained_with(lambda model: [AddsToLogs()], how, at).history
-    assert {name: len(values) for name, values in history.items()} == dict.fromkeys(
-        ("accuracy", "loss", "rate", "number", "vector", "object"), 4
-    )
-    assert [float(rate) for rate in history["rate"]] == pytest.approx([0.1] * 4)
-    assert [float(number) for number in history["number"]] == [0.0, 1.0, 2.0, 3.0]
-    assert [np.asarray(vector).tolist() for vector in history["vector"]] == [[epoch, 1.0] for epoch in range(4)]
-    assert [str(each) for each in history["object"]] == [str(slice(epoch)) for epoch in range(4)]
 
 
 @pytest.mark.parametrize("name", ["BackupAndRestore", "SwapEMAWeights"])

@@ -10,8 +10,7 @@ import spark_elastic.keras as hvd
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.keras.elastic import KerasState
 from tests.nightly import by_night
-from tests.unit.world_link import tell
-from tests.unit.worlds import WorldDriver, together
+from tests.unit.worlds import together
 
 CLASSES = 3
 
@@ -109,34 +108,6 @@ def test_an_optimizer_that_comes_with_compile_is_kept_too(alone):
     assert int(model.optimizer.iterations) == 0
 
 
-@pytest.mark.nightly
-def test_a_state_takes_up_that_of_an_earlier_call_of_the_loop(alone):
-    def build(value):
-        model = compiled()
-        mean = keras.metrics.Mean()
-        return model, mean, KerasState(model, mean=mean, seed=keras.random.SeedGenerator(3), n=value)
-
-    model, mean, kept = build(1)
-
-    @hvd.elastic.run
-    def loop(state):
-        model.fit(*rows(32), batch_size=8, verbose=0)
-
-    loop(kept)
-    mean.update_state(3.0)
-    kept.save()
-    want = everything(model, model.optimizer, mean)
-    model.fit(*rows(32), batch_size=8, verbose=0)  # what comes after the loop
-    kept.n = 2
-    other, other_mean, state = build(0)
-    state._copy_from(kept)
-    assert same(want, everything(other, other.optimizer, other_mean))
-    assert (state.n, state.version) == (1, kept.version)
-    state.model.fit(*rows(32), batch_size=8, verbose=0)
-    state.restore()
-    assert same(want, everything(other, other.optimizer, other_mean))
-
-
 # --- taking over ----------------------------------------------------------------------------------
 
 
@@ -187,29 +158,6 @@ class Plain(keras.Model):
         return self.last(self.first(inputs))
 
 
-def unbuilt():
-    hvd.init()
-    for _ in range(hvd.rank()):
-        build_model()  # its layers take numbers that the others' layers have here
-    model = compiled(Plain())
-    extra = keras.optimizers.Adam()
-    if hvd.rank() == 0:
-        model.fit(*rows(24), batch_size=8, verbose=0)
-        extra.build(model.last.trainable_variables)
-        extra.apply([keras.ops.ones_like(v) for v in model.last.trainable_variables])
-    state = KerasState(model, extra=extra)
-    state.sync()
-    return numbers(model, model.optimizer, extra), int(model.optimizer.iterations), model.optimizer.built
-
-
-@pytest.mark.nightly
-def test_a_newcomer_whose_model_and_optimizers_are_not_built_takes_them_over():
-    first, second = together(unbuilt)
-    assert first == second
-    assert len(first[0]) > 10
-    assert first[1:] == (3, True)
-
-
 def different_models():
     hvd.init()
     state = KerasState(compiled(build_model(width=6 + hvd.rank())))
@@ -224,51 +172,3 @@ def different_models():
 def test_a_model_that_differs_from_the_roots_is_named():
     (answer,) = together(different_models, left=1)  # the root waits; its driver ends it when a function has raised
     assert "/kernel is (4, 6) float32 there, and (4, 7) float32" in answer
-
-
-def fits_in_a_reset_callback():
-    """As Horovod's Keras example: a batch before the loop, and one each time the world has changed."""
-    hvd.init()
-    keras.utils.set_random_seed(hvd.rank())
-    model = compiled(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
-    model.fit(*rows(8), steps_per_epoch=1, verbose=0)
-    state = KerasState(model, batch=0, epoch=0)
-    resets, entries = [], []
-
-    def on_reset():
-        resets.append((hvd.size(), state.progress))
-        model.fit(*rows(8, seed=hvd.rank()), steps_per_epoch=1, verbose=0)
-
-    state.register_reset_callbacks([on_reset])
-
-    class Epochs(keras.callbacks.Callback):
-        left = 2
-
-        def on_epoch_end(self, epoch, logs=None):
-            tell("epoch", epoch)
-            self.left -= hvd.size() == 3
-            self.model.stop_training = not self.left
-
-    @hvd.elastic.run
-    def loop(state):
-        entries.append((hvd.size(), state.progress))
-        callbacks = [Epochs(), hvd.elastic.ElasticCallback(state)]
-        model.fit(*rows(48), batch_size=8, initial_epoch=state.epoch, epochs=10_000, verbose=0, callbacks=callbacks)
-
-    loop(state)
-    trained = [float(keras.ops.sum(v)) for v in (*model.trainable_variables, *model.optimizer.variables)]
-    return resets, entries, hvd.allgather_object((state.epoch, state.progress, trained))
-
-
-@pytest.mark.nightly
-def test_fit_in_a_reset_callback_waits_for_nobody_and_its_step_is_not_counted():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(fits_in_a_reset_callback, count=2)
-        driver.wait(lambda: driver.told("epoch"))
-        driver.start(fits_in_a_reset_callback)
-        results = driver.results(3)
-    assert [len(resets) for resets, _, _ in results] == [1, 1, 0]
-    for resets, entries, gathered in results:
-        assert entries[-1:] == results[0][0], "the step was counted"
-        assert resets in ([], entries[-1:])
-        assert gathered == [gathered[0]] * 3

@@ -10,14 +10,6 @@ def slot(number: int, executor: str = "exec") -> Place:
     return Place("host", executor, number)
 
 
-def test_the_first_failure_of_a_slot_delays_it_by_the_shortest_pause_only() -> None:
-    cooldown = Cooldown((0.5, 60.0))
-    (cooling,) = cooldown.failed(HERE, now=100.0)
-    assert (cooling.kind, cooling.failures, cooling.until) == ("slot", 1, 100.5)
-    assert cooldown.ready_at(HERE) == 100.5
-    assert cooldown.ready_at(slot(1)) <= 100.0
-
-
 def test_a_host_cools_down_after_six_failures_on_different_executors() -> None:
     cooldown = Cooldown((1.0, 60.0))
     kinds = [[c.kind for c in cooldown.failed(slot(i, f"exec{i}"), now=10.0 * i)] for i in range(6)]

@@ -5,7 +5,6 @@ from typing import Any
 from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError, StateLostError, UserFunctionError
 from spark_elastic.membership import events
 from spark_elastic.membership.commands import (
-    AdmitProvisionally,
     Announce,
     Command,
     CutPeers,
@@ -32,12 +31,10 @@ from spark_elastic.membership.machine import Membership
 from spark_elastic.membership.reasons import (
     LossCause,
     LossKind,
-    Wait,
-    WaitKind,
     reported,
 )
 from spark_elastic.membership.states import Phase
-from spark_elastic.membership.timeline import CooldownStarted, Waiting
+from spark_elastic.membership.timeline import CooldownStarted
 from spark_elastic.membership.topology import Place
 from spark_elastic.settings import ElasticSettings
 from tests.unit.membership.script import exited, step_at
@@ -119,23 +116,6 @@ def test_an_exit_with_0_without_a_done_is_a_loss() -> None:
         machine = training(2)
         assert machine.handle(WorkerLost(1, exited(0)), 1.0) == []
         assert only(CutPeers, machine.handle(later, 3.0)) != [], later
-
-
-def test_provisional_position_counts_newcomers_that_build_their_model() -> None:
-    machine = training(2, max_num_proc=4)
-    for i in (3, 4):
-        machine.handle(AgentJoined(i, at(i - 1)), 1.0)
-    assert machine.handle(WorkerReady(3, 0, None, at_init=True), 2.0)[-1] == AdmitProvisionally(3, rank=2, size=3)
-    assert machine.handle(WorkerReady(4, 0, None, at_init=True), 2.0)[-1] == AdmitProvisionally(4, rank=3, size=4)
-
-
-def test_status_tells_what_the_job_is_doing() -> None:
-    machine = training(2)
-    assert (machine.phase, machine.registry.round, machine.progress) == (Phase.RUNNING, 1, 10)
-    commands = machine.handle(WorkerLost(1, reported("channel closed")), 2.0)
-    assert machine.phase is Phase.BROKEN
-    waits = [c.record.wait for c in only(Announce, commands) if isinstance(c.record, Waiting)]  # type: ignore[union-attr]
-    assert waits == [Wait(WaitKind.SURVIVORS, have=1, round=1, ranks=(1,))]
 
 
 # --- workers that are alive and hold up the others ------------------------------------------------

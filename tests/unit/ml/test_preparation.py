@@ -21,8 +21,7 @@ from pyspark.sql.types import (
     StructType,
 )
 
-from spark_elastic.data.columns import check_validation
-from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml import preparation
 from spark_elastic.ml.added_columns import OutputShape
 from spark_elastic.ml.keras.compiling import check_columns
@@ -106,22 +105,6 @@ def test_integers_in_arrays_become_reals_for_losses_of_numbers_alone() -> None:
         (["words", "nested"], [None, None], ["<i8", "<i8"]),
     ):
         assert list(preparation.labels(schema, names, None, needed).dtypes.values()) == made
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: preparation.features(SCHEMA, ["imgae"], None), "did you mean 'image'"),
-        (lambda: preparation.labels(SCHEMA, ["zzzz"], None), "label_cols 'zzzz' is not a column .* it has a, b"),
-        (lambda: preparation.features(SCHEMA, ["twice"], None), "stands for 2 columns"),
-        (lambda: preparation.features(SCHEMA, [["text", "a"]], None), "cannot be joined"),
-        (lambda: preparation.weight(SCHEMA, "text"), "sample_weight_col 'text' is string; weights must be numbers"),
-        (lambda: check_validation(SCHEMA, "b"), "validation column 'b' is int; it must be boolean"),
-    ],
-)
-def test_unusable_column_is_reported_with_its_type(call: Any, said: str) -> None:
-    with pytest.raises(DataError, match=said):
-        call()
 
 
 # --- columns in another order, outputs without a prediction -------------------------------------------

@@ -155,17 +155,6 @@ def test_own_process_cannot_hold_the_run_twice(run):
         assert lease.fence.token == 2
 
 
-@pytest.mark.nightly
-def test_lease_whose_release_failed_does_not_block_its_own_process(run, monkeypatch):
-    def refuse(*arguments, **options):
-        raise OSError("the storage is away")
-
-    with monkeypatch.context() as storage, opened_run(run):
-        storage.setattr(Store, "write_bytes", refuse)
-    with opened_run(run) as lease:
-        assert lease.fence.token == 2
-
-
 def test_one_of_many_simultaneous_drivers_gets_the_run(run):
     begin, taken, errors = threading.Barrier(6), [], []
 

@@ -10,12 +10,10 @@ import cloudpickle
 import numpy as np
 import pyarrow as pa
 import pytest
-from pyspark.ml.linalg import VectorUDT
 from pyspark.sql.pandas.types import to_arrow_type
-from pyspark.sql.types import ArrayType, DoubleType, StringType, StructField, StructType
+from pyspark.sql.types import ArrayType, DoubleType, StructField, StructType
 
-from spark_elastic.data.arrow_values import missing_rows
-from spark_elastic.data.manifest import Kind, TensorField
+from spark_elastic.data.manifest import TensorField
 from spark_elastic.errors import DataError
 from spark_elastic.ml.added_columns import (
     AddedColumn,
@@ -96,44 +94,10 @@ def read(kind: Any, values: pa.Array, field: TensorField, pad_to: dict[str, int]
     return reader(pa.RecordBatch.from_arrays([values], ["x"]))["f"]
 
 
-def test_sparse_and_dense_vectors_in_one_column_become_one_dense_tensor() -> None:
-    kind = to_arrow(VectorUDT())
-    rows = [
-        {"type": 0, "size": 3, "indices": [2], "values": [7.0]},
-        {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0, 3.0]},
-    ]
-    for stored in (Kind.DENSE, Kind.SPARSE):
-        made = read(VectorUDT(), pa.array(rows, kind), TensorField("f", ("x",), "<f4", (3,), kind=stored))
-        assert made.tolist() == [[0, 0, 7], [1, 2, 3]]
-
-
-def to_arrow(udt: Any) -> pa.DataType:
-    from pyspark.sql.pandas.types import to_arrow_type
-
-    return to_arrow_type(udt.sqlType())
-
-
-def test_text_and_ragged_arrays_become_lists() -> None:
-    assert read(StringType(), pa.array(["ä", ""]), TensorField("f", ("x",), "|u1", (), kind=Kind.STRING)) == ["ä", ""]
-    made = read(
-        ArrayType(DoubleType()), pa.array([[1.0], [2.0, 3.0]]), TensorField("f", ("x",), "<f4", (), kind=Kind.ARRAY)
-    )
-    assert [each.tolist() for each in made] == [[1], [2, 3]]
-
-
 def test_arrays_are_padded_as_they_were_in_training() -> None:
     field = TensorField("f", ("x",), "<f4", (3,))
     made = read(ArrayType(DoubleType()), pa.array([[1.0], [2.0, 3.0]]), field, {"f": 3})
     assert np.array_equal(made, [[1, 0, 0], [2, 3, 0]])
-
-
-def test_renamed_columns_are_matched_by_position(tmp_path: Any) -> None:
-    values = [pa.array([7, 8]), pa.array([1.0, 2.0]), pa.array([[1.0, 1.0]] * 2), pa.array([9, 9])]
-    given = pa.RecordBatch.from_arrays(values, ["0", "1", "2", "3"])
-    (made,) = serving(tmp_path / "log", names=("x.y", "a", "v", "x.y"))([given])
-    assert made.schema.names == ["0", "1", "2", "3", "sum"]
-    assert made.columns[:4] == values
-    assert made.column("sum").to_pylist() == [3.0, 4.0]
 
 
 NAN, INF = float("nan"), float("inf")
@@ -160,56 +124,6 @@ def test_rows_with_missing_values_are_an_error_skipped_or_null(tmp_path: Any) ->
     assert [each.num_rows for each in allowed(BAD)] == [3, 3, 1]
 
 
-def test_lists_have_what_is_added_and_none_for_rows_that_are_left_out(tmp_path: Any) -> None:
-    in_one = replace(serving(tmp_path / "log"), groups=(("v",), ("a",)))
-    given = [(each.column("v"), each.column("a")) for each in BAD]
-    with pytest.raises(DataError, match="column 'a': 1 of 6 rows read have null"):
-        list(in_one.as_lists(given))
-    for handle_invalid, missing in (("skip", []), ("keep", [{"0": None}])):
-        made = list(replace(in_one, handle_invalid=handle_invalid).as_lists(given))
-        sums = [[{"0": 3}], *[missing] * 4, [{"0": 18}]], [[{"0": 21}], missing, missing], [missing] * 2
-        assert [each.to_pylist() for each in made] == list(sums)
-        assert all(each.type.value_type.field("0").nullable == (handle_invalid == "keep") for each in made)
-
-
-def test_columns_that_travel_as_one_are_taken_apart() -> None:
-    names = ("c", "a", "d", "b")
-    schema = StructType([StructField(name, DoubleType()) for name in "abcd"])
-    inputs = tensors_for(schema, [TensorField("features_0", ("a", "b", "c", "d"), "<f4", (4,))], {})
-    added = (AddedColumn("same", "raw", 0, "", OutputShape("<f4", (4,))),)
-    work = Serving("apart", Broadcast(cloudpickle.dumps(Same().load)), inputs, added, 2, groups=(names,))
-    (made,) = work.as_lists([pa.array([[3.0, 1.0, 4.0, 2.0], [30.0, 10.0, 40.0, 20.0]])])
-    assert [row["0"] for (row,) in made.to_pylist()] == [[1, 2, 3, 4], [10, 20, 30, 40]]
-    assert list(work.as_lists([])) == []
-
-
-@dataclass
-class Same:
-    """A "model" that returns its input."""
-
-    def load(self) -> Any:
-        return self
-
-    def __call__(self, inputs: Mapping[str, Any]) -> list[Any]:
-        return [inputs["features_0"]]
-
-
-def test_missing_vectors_and_text_are_found() -> None:
-    rows = [
-        {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0]},
-        {"type": 0, "size": 2, "indices": [1], "values": [NAN]},
-        None,
-        {"type": 0, "size": 2, "indices": [], "values": []},
-    ]
-    vectors = pa.array(rows, to_arrow(VectorUDT()))
-    assert missing_rows(vectors, allow_nan=False).tolist() == [False, True, True, False]
-    assert missing_rows(vectors[1:], allow_nan=True).tolist() == [False, True, False]
-    assert missing_rows(pa.array(["a", None]), allow_nan=False).tolist() == [False, True]
-    nested = pa.array([[[1.0], [NAN]], None, [[None], [1.0]], [[2.0], [3.0]]])
-    assert missing_rows(nested, allow_nan=False).tolist() == [True, True, True, False]
-    assert missing_rows(nested[2:], allow_nan=False).tolist() == [True, False]
-
-
 def nan_for_two(features: dict[str, Any]) -> dict[str, Any]:
     return {"features_0": np.where(features["features_0"] == 2, NAN, features["features_0"])}
 
@@ -234,10 +148,6 @@ def test_a_row_whose_output_is_nan_gets_no_class(tmp_path: Any) -> None:
 
 def column(dtype: str, shape: tuple[int, ...], **more: Any) -> AddedColumn:
     return AddedColumn("output", "raw", 0, "", OutputShape(dtype, shape), **more)
-
-
-def test_argmax_is_the_index_of_the_largest_value() -> None:
-    assert prediction(np.array([[1, 5, 2], [9, 0, 1]], "f4"), "argmax").tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -282,13 +192,6 @@ def test_the_arrow_type_is_the_one_that_spark_expects_for_the_column(dtype: str,
     made = arrow_array(column(dtype, shape), values)
     assert made.type == to_arrow_type(spark_type(column(dtype, shape)))
     assert made.to_pylist() == values.tolist()
-
-
-def test_vectors_have_the_layout_of_spark_ml() -> None:
-    made = arrow_array(column("<f4", (2,), as_vector=True), np.array([[1, 2], [3, 4]], "f4"))
-    assert made.to_pylist()[1] == {"type": 1, "size": None, "indices": None, "values": [3.0, 4.0]}
-    assert not made.type.field("type").nullable
-    assert made.type.field("values").type == pa.list_(pa.field("element", pa.float64(), nullable=False))
 
 
 def test_output_with_another_number_of_axes_than_in_fit_is_refused() -> None:

@@ -9,10 +9,8 @@ import pytest
 from pyspark.ml.param import Param
 
 from spark_elastic import ElasticKerasEstimator, ElasticKerasModel, ElasticTorchEstimator, ElasticTorchModel
-from spark_elastic.ml.estimator import ElasticEstimator
 
 ESTIMATORS = [ElasticTorchEstimator, ElasticKerasEstimator]
-OF_TORCH = {"lr_scheduler", "scheduler_interval", "scheduler_monitor", "train_fn", "virtual_workers", "generators"}
 
 
 def signature_of(kind: type) -> dict[str, inspect.Parameter]:
@@ -36,20 +34,9 @@ def test_signature_has_every_setting_with_its_default(kind: type) -> None:
         assert parameter.default == declared[name].default, name
 
 
-def test_estimators_have_the_common_settings_in_the_same_order() -> None:
-    common = set(declared_in(ElasticEstimator))
-    torch, keras = ([name for name in signature_of(kind) if name in common] for kind in ESTIMATORS)
-    assert torch == keras
-
-
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_set_params_has_the_signature_of_the_constructor(kind: Any) -> None:
     assert inspect.signature(kind.setParams).parameters == inspect.signature(kind.__init__).parameters
-
-
-def test_estimators_differ_in_the_settings_of_one_framework_alone() -> None:
-    torch, keras = (set(declared_in(kind)) for kind in ESTIMATORS)
-    assert (torch - keras, keras - torch) == (OF_TORCH, {"weighted_metrics", "custom_objects"})
 
 
 @pytest.mark.parametrize("kind", [*ESTIMATORS, ElasticTorchModel, ElasticKerasModel])

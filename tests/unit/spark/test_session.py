@@ -79,19 +79,6 @@ def test_java_that_is_too_old_or_none_is_refused_with_what_it_says(monkeypatch, 
         java.check_java()
 
 
-@pytest.mark.parametrize(
-    ("said", "major"),
-    [
-        ('openjdk version "17.0.15" 2025-04-15', 17),
-        ('java version "1.8.0_292"', 8),
-        ('openjdk version "25"', 25),
-        ("?", None),
-    ],
-)
-def test_java_major_version_is_read_in_the_old_and_the_new_form(said, major):
-    assert java.java_major_version(said) == major
-
-
 def cluster_with(settings):
     """Return a cluster of a context that has settings alone."""
     return ClassicCluster(SimpleNamespace(_conf=settings))

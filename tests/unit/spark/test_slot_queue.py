@@ -86,33 +86,12 @@ def queue():
     return SlotQueue()
 
 
-def test_job_alone_launches_everything_at_once(queue):
-    cluster = Cluster(4)
-    job = Job(cluster, queue, "a", need=2, most=8)
-    settle(cluster, job)
-    assert len(job.running) == 4
-    assert len(cluster.pending) == 4  # the demand that dynamic allocation sees
-
-
 def test_job_that_has_launched_nothing_blocks_no_other(queue):
     cluster = Cluster(4)
     Job(cluster, queue, "cannot be placed yet", need=8, most=0)
     job = Job(cluster, queue, "b", need=2, most=2)
     settle(cluster, job)
     assert len(job.running) == 2
-
-
-def test_two_jobs_of_three_on_four_slots_run_one_after_the_other(queue):
-    cluster = Cluster(4)
-    a, b = Job(cluster, queue, "a", 3, 3), Job(cluster, queue, "b", 3, 3)
-    assert (a.inner, 2) in cluster.pending
-    assert not any(launcher is b.inner for launcher, _ in cluster.pending)
-    settle(cluster, a, b)
-    assert len(a.running) == 3
-    assert len(b.running) == 1
-    a.launcher.close(5.0)
-    settle(cluster, b)
-    assert len(b.running) == 3
 
 
 def test_launches_beyond_the_minimum_without_an_agent_are_taken_back_for_another_job(queue):

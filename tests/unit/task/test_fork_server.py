@@ -338,13 +338,3 @@ def test_server_holds_no_late_variable_of_the_job_that_has_started_it(executor):
         return environment
 
     assert b"of this job" not in live(job())
-
-
-def test_worker_that_is_killed_twice_before_it_is_forked_ends_once(executor):
-    async def job():
-        worker, watcher = Agent(executor).start()
-        worker.kill()
-        worker.kill()
-        return await ended(watcher)
-
-    assert live(job()) == -signal.SIGKILL

@@ -6,12 +6,7 @@ import asyncio
 import os
 import socket
 
-import pytest
-
-from spark_elastic.membership.topology import SlotReport
-from spark_elastic.task import agent as agents
 from spark_elastic.task.agent import ProbePort
-from spark_elastic.wire.messages import LaunchSpec
 from spark_elastic.wire.ports import Ports
 
 WAIT_S = 20.0
@@ -79,20 +74,3 @@ def test_connections_held_open_by_peers_cost_no_descriptor():
         return most
 
     assert run(live()) <= 1
-
-
-@pytest.mark.parametrize(("nics", "listens"), [(("a",), {"127.0.0.2"}), (None, {"127.0.0.2", "127.0.0.3"})])
-def test_agent_listens_on_the_chosen_interfaces_only(nics, listens, monkeypatch):
-    # the agent ends soon: it has no driver to connect to
-    found = set()
-
-    class Noting(ProbePort):
-        def __init__(self, addresses, ports):
-            super().__init__(addresses, ports)
-            found.update(sock.getsockname()[0] for sock in self._sockets)
-
-    monkeypatch.setattr(agents, "ProbePort", Noting)
-    order = LaunchSpec("job", (), b"k" * 32, b"", 0.1, "", nics=nics, preimport=())
-    report = SlotReport("host", "1", {"a": ("127.0.0.2",), "b": ("127.0.0.3",)}, 1, {})
-    agents.run_agent(order, 0, 1, report)
-    assert found == listens

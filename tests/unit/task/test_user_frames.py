@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from spark_elastic.elastic import call_stack
-from spark_elastic.errors import DataError, UserFunctionError
 from spark_elastic.task.user_frames import format_error
 
 
@@ -113,22 +112,3 @@ def test_an_exception_whose_attributes_raise_keeps_its_traceback():
 
 class Own(Exception):
     pass
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (DataError("no rows"), "DataError: no rows"),
-        (ValueError(), "ValueError"),
-        (ValueError("two\nlines \n"), "lines"),
-        (Own("of one's own: "), "Own: of one's own:"),
-    ],
-)
-def test_the_last_line_of_a_traceback_is_not_said_a_second_time(tmp_path, error, line):
-    function = function_in(tmp_path, "def function(error):\n    raise error\n")
-    traceback = format_error(error_of(lambda: function(error)), all_frames=False)
-    raised = UserFunctionError(rank=1, host="h", error_type=type(error).__name__, error=str(error), traceback=traceback)
-    said, _, frames = str(raised).partition("\n\n")
-    assert said.endswith(line)
-    assert frames.rstrip().splitlines()[-1].strip() == "raise error"

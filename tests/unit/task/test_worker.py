@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import queue
 import threading
 
@@ -53,21 +52,6 @@ def loops(monkeypatch):
     own = LoopHistory(Process())
     monkeypatch.setattr(finish, "loops", own)
     return own
-
-
-def test_collective_failing_after_a_loop_has_the_function_called_again(loops):
-    calls = []
-
-    def function():
-        calls.append(loops.enter())
-        loops._process.called_again = False
-        loops.finish(1, "the state", None)
-        if len(calls) < 3:
-            raise HorovodInternalError("a peer is gone")
-        return "the end"
-
-    assert pickle.loads(main._run(Link(), function)) == "the end"
-    assert calls == [1, 1, 1]
 
 
 def test_collective_failing_before_any_loop_has_ended_restarts_the_process(loops, capsys):

@@ -18,7 +18,6 @@ from spark_elastic.collective.gloo.shutdown import open_sockets
 from spark_elastic.collective.process import process
 from spark_elastic.collective.reduce import LARGE_CHUNK_BYTES
 from spark_elastic.collective.shared_memory.segments import FUTEX_AVAILABLE
-from spark_elastic.elastic.frontend import frontend
 from tests.unit.torch.test_collectives import together
 from tests.unit.world_link import die, link, tell
 from tests.unit.worlds import WorldDriver
@@ -40,38 +39,6 @@ def test_address_is_the_same_after_it_was_made_compact(address):
     assert rendezvous.restore(rendezvous.compact(address)) == address
 
 
-def looks_at_its_rendezvous():
-    sent = []
-    gather, kv_set = link().gather, link().kv_set
-    link().gather = lambda *args: sent.append(args[1]) or gather(*args)
-    hvd.init()
-    link().kv_set = lambda *args: sent.append(args[1]) or kv_set(*args)
-    link().gather = gather
-    # A member may be connected before another one is, whose connections break if the first leaves at once: that one
-    # would join the next world in `init`, and leave it again in `rejoin`.
-    hvd.allreduce(torch.ones(1))
-    connecting, sent = sent, []
-    frontend.rejoin(1)
-    total = hvd.allreduce(torch.ones(70_000), op=hvd.Sum)
-    assert hvd.allgather(torch.tensor([hvd.rank()])).tolist() == list(range(hvd.size()))
-    return connecting, total[-1].item(), process.group().shared_memory is not None, process.group().notes
-
-
-@needs_shared_memory
-@pytest.mark.parametrize(
-    ("hosts", "count", "shares"),
-    [
-        (("127.0.0.1",), 3, True),
-        (("127.0.0.1", "127.0.0.2"), 4, False),
-        (("::1",), 3, True),
-    ],
-)
-def test_members_of_a_world_send_one_address_each_and_share_memory(hosts, count, shares):
-    for connecting, *found in together(looks_at_its_rendezvous, count, hosts=hosts):
-        assert connecting == ["global"]
-        assert found == [float(count), shares, [""] * count]
-
-
 def broadcasts_everything():
     hvd.init()
     wrong = []
@@ -88,28 +55,6 @@ def broadcasts_everything():
 @PLACES
 def test_broadcasts_of_every_type_and_size_reach_all_members(count, hosts):
     assert together(broadcasts_everything, count, hosts=hosts) == [[]] * count
-
-
-def overlaps():
-    """Launch collectives of three ways, and wait for them in an order that differs between ranks."""
-    hvd.init()
-    r, n = hvd.rank(), hvd.size()
-    handles = [
-        hvd.allreduce_async(torch.full((9,), 1.0), op=hvd.Sum),
-        hvd.broadcast_async(torch.full((70_000,), float(r)), root_rank=1),
-        hvd.allgather_async(torch.tensor([r])),
-        hvd.broadcast_async(torch.full((3,), float(r)), root_rank=0),
-        hvd.allreduce_async(torch.full((3,), 2.0), op=hvd.Sum, process_set=hvd.local_process_set),
-    ]
-    order = list(range(len(handles)))
-    order = order[r % n :] + order[: r % n]
-    got = {number: hvd.synchronize(handles[number]).unique().tolist() for number in order}
-    return [got[number] for number in range(4)] == [[float(n)], [1.0], list(range(n)), [0.0]]
-
-
-@PLACES
-def test_collectives_of_all_ways_can_be_waited_for_in_any_order(count, hosts):
-    assert together(overlaps, count, hosts=hosts) == [True] * count
 
 
 def listens_at() -> int:
@@ -132,34 +77,6 @@ def counts_its_ports():
 
 def test_a_worker_listens_at_one_port():
     assert together(counts_its_ports, 3) == [1] * 3
-
-
-def is_lost(how: str):
-    hvd.init()
-    group = process.group()
-    if hvd.rank() == 1:
-        hvd.allreduce(torch.ones(1))
-        tell("gone")
-        if how == "stopped":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        die()
-    start = time.perf_counter()
-    gathered = torch.empty(hvd.size(), dtype=torch.uint8)
-    try:
-        hvd.allreduce(torch.ones(1))
-        group.wait(group.allgather(gathered, torch.ones(1, dtype=torch.uint8)))
-    except hvd.HorovodInternalError:
-        return time.perf_counter() - start
-
-
-@pytest.mark.parametrize(("how", "hosts"), [("killed", ONE_HOST), ("stopped", TWO_HOSTS)])
-def test_a_lost_member_ends_the_collectives_of_the_others(how, hosts):
-    with WorldDriver(hosts=hosts, start_with=4) as driver:
-        driver.start(is_lost, how, count=4)
-        driver.wait(lambda: driver.told("gone"))
-        if how == "stopped":
-            driver.evict(3)
-        assert max(driver.results(3)) < 15  # milliseconds on an idle machine; less than the time limit for a connection
 
 
 def stops_before_it_has_met_the_others():

@@ -124,26 +124,3 @@ def test_a_collective_that_ends_as_its_wait_times_out_has_ended():
     group = group_with(work := Late(error=RuntimeError("Connection closed by peer")))
     with pytest.raises(HorovodInternalError, match="Connection closed"):
         group.wait(work)
-
-
-def test_ended_groups_are_destroyed_by_a_thread_that_ends():
-    graveyard = shutdown.Graveyard()
-    destroyed = []
-
-    class Ended:
-        def __init__(self, number):
-            self.number = number
-
-        def __del__(self):
-            destroyed.append((self.number, threading.current_thread().name))
-
-    for number in range(3):
-        graveyard.bury(Ended(number))
-    assert destroyed == []
-    thread = graveyard._thread
-    thread.join(10)
-    assert destroyed == [(number, "spark-elastic-gloo-ends") for number in range(3)]
-    graveyard.bury(Ended(3))
-    graveyard.empty()
-    assert destroyed[3] == (3, "MainThread")
-    graveyard._thread.join(10)

@@ -5,9 +5,7 @@ What is real: the processes, their kills, the agreement, the waiting, the cut, a
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from typing import Any, ClassVar
 
 import pytest
@@ -315,21 +313,6 @@ def test_an_answer_that_names_no_nccl_error_is_no_failure(answer):
 
     communicator = Round().communicator(Busy(Slow()))
     communicator.wait(communicator.allreduce(torch.zeros(2), dist.ReduceOp.SUM))
-
-
-@pytest.mark.nightly
-def test_store_outlives_its_communicator_for_torchs_watchdog():
-    class Store:
-        pass
-
-    store = Store()
-    alive, stores = weakref.ref(store), [store]
-    communicator = NcclReductions(Round(), stores.pop)
-    communicator._runtime = Stub(Never())
-    communicator.connect(torch.device("cuda", 0))
-    del store
-    gc.collect()
-    assert alive() is not None
 
 
 def test_a_cut_while_connecting_returns_at_once_and_a_late_communicator_is_aborted():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.errors import HorovodInternalError, UsageError
+from spark_elastic.errors import UsageError
 from spark_elastic.torch.elastic import TorchState
 from tests.simulation import hidden_values
 from tests.simulation.hidden_values import Average
@@ -74,7 +74,7 @@ def skip(state):
     pass
 
 
-def train(kind: str, step_begins: Any = skip, loss_computed: Any = skip, step_made: Any = skip) -> dict[str, Any]:
+def train(kind: str, step_begins: Any = skip) -> dict[str, Any]:
     torch.manual_seed(0)
     model: Any = Remembering() if kind == "buffers" else torch.nn.Linear(3, 1)
     temperature = torch.nn.Parameter(torch.ones(()))
@@ -104,9 +104,7 @@ def train(kind: str, step_begins: Any = skip, loss_computed: Any = skip, step_ma
                 metric.update(loss.detach())
                 loss = loss * metric.compute()
             loss.backward()
-            loss_computed(state)
             optimizer.step()
-            step_made(state)
             if kind == "attribute" and not hasattr(state, "best"):
                 state.best = []
             (state.best if kind == "attribute" else state.losses).append(loss.item())
@@ -138,20 +136,6 @@ KINDS = [
     "temperature",
     "attribute",
 ]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("when", ["step_begins", "loss_computed", "step_made"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_values_return_with_the_step_that_is_done_again(alone, kind, when):
-    def fail(state):
-        if state.step == LOST_AT and not failed:
-            failed.append(state.step)
-            raise HorovodInternalError("a peer is gone")
-
-    failed: list[int] = []
-    assert train(kind, **{when: fail}) == train(kind)
-    assert failed
 
 
 def train_with_a_newcomer(kind: str) -> dict[str, Any]:

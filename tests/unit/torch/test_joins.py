@@ -30,6 +30,7 @@ def train_across_a_join(changed: int = 0, fault: str = ""):
     hvd.init()
     torch.manual_seed(me)
     layers = [torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH), torch.nn.Linear(WIDTH, WIDTH)]
+    layers[2].weight.data = layers[2].weight.data.t().contiguous().t()  # of another order in memory
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
@@ -166,50 +167,3 @@ def test_sparse_gradients_stay_sparse_with_a_newcomer(first_used_in):
     of_newcomer, *of_others = sorted(len(result["sparse"]) for result in results)
     assert of_others == [STEPS, STEPS]
     assert STEPS - JOIN_AT <= of_newcomer < STEPS  # on a busy machine it comes before the others wait for it
-
-
-@pytest.mark.nightly
-def test_newcomer_that_dies_while_it_receives_costs_the_survivors_nothing():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(train_past_a_loss, count=2)
-        driver.wait(lambda: len(driver.told("in loop")) == 2)
-        driver.start(train_past_a_loss, "dies")
-        results = driver.results(2)
-    assert [result["applied"] for result in results] == [list(range(STEPS))] * 2
-    assert results[0]["end"] == results[1]["end"]
-
-
-def train_past_a_loss(fault: str = ""):
-    """As `train_across_a_join`, in worlds of any size: the loop waits for the newcomer at its first time only."""
-    me = link().worker
-    plant(fault)
-    hvd.init()
-    torch.manual_seed(me)
-    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    state = hvd.elastic.TorchState(model, optimizer, step=0)
-    applied: list[int] = []
-    worlds: list[int] = []
-
-    @hvd.elastic.run
-    def loop(state):
-        worlds.append(hvd.size())
-        tell("in loop")
-        while state.step < STEPS:
-            while state.step == JOIN_AT and me < 3 and len(worlds) == 1:
-                state.check_host_updates()
-                time.sleep(0.001)
-            generator = torch.Generator().manual_seed(state.step)
-            optimizer.zero_grad()
-            model(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
-            optimizer.step()
-            applied.append(state.step)
-            state.step += 1
-            state.check_host_updates()
-
-    loop(state)
-    sums = hashlib.sha256()
-    for tensor in [*model.parameters(), *(s["momentum_buffer"] for s in optimizer.state.values())]:
-        sums.update(tensor.detach().numpy().tobytes())
-    return {"applied": applied, "end": sums.hexdigest()}

@@ -60,22 +60,12 @@ def test_fence_of_locks_orders_what_arm_would_reorder(monkeypatch, goes_wrong):
     assert goes_wrong([], fence)
 
 
-@pytest.mark.parametrize("calls", [["acquire", "release"], ["acquire"], ["release"]])
-def test_one_locked_section_is_no_fence(calls):
-    assert message_passing(calls, calls)
-
-
 def test_count_that_was_made_before_leaving_is_seen_by_whoever_sees_the_leaving(monkeypatch):
     fence = calls_of_the_fence(monkeypatch)
     for order, can_be_missed in ((fence, False), ([], True)):
         leaves = [store("count"), *lock_calls(order, 0), store("left")]
         looks = [load("left"), *lock_calls(order, 1), load("count")]
         assert (((), (1, 0)) in outcomes(leaves, looks)) is can_be_missed
-
-
-def test_fence_may_be_called_by_many_threads_and_leaves_nothing():
-    for _ in range(1000):
-        segments.fence_by_lock()
 
 
 # --- the reducers, with every access recorded -------------------------------------------------------------------

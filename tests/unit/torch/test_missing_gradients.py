@@ -58,6 +58,10 @@ def never(step: int, rank: int, size: int) -> str:
     return "a"
 
 
+def not_on_rank_0_at_first(step: int, rank: int, size: int) -> str:
+    return "ab" if step or rank else ""
+
+
 def on_the_last_rank(step: int, rank: int, size: int) -> str:
     return "ab" if rank == size - 1 else "a"
 
@@ -86,7 +90,7 @@ class Coarse(Compressor):
         return tensor * 1e4
 
 
-PATTERNS = (never, on_the_last_rank, in_turns, then_nothing)
+PATTERNS = (never, not_on_rank_0_at_first, on_the_last_rank, in_turns, then_nothing)
 CASES = [
     *(
         Case(uses, optimizer, zero)
@@ -95,6 +99,7 @@ CASES = [
     *(Case(uses, sgd, options={"op": hvd.Sum}) for uses in PATTERNS),
     *(Case(uses, sgd, options={"groups": 3}) for uses in PATTERNS),
     *(Case(uses, sgd, options={"gradient_predivide_factor": 2.0}) for uses in PATTERNS),
+    Case(on_the_last_rank, sgd, options={"num_groups": 2}),  # the old name of groups
     *(Case(uses, adamw, passes=2) for uses in (*PATTERNS, each_pass_another)),
     *(Case(uses, sgd, options={"compression": hvd.Compression.fp16}, loose=True) for uses in PATTERNS),
     *(Case(uses, sgd, options={"compression": hvd.Compression.bf16}, loose=True) for uses in PATTERNS),
@@ -235,38 +240,6 @@ def of_passes_without_rows() -> list[Any]:
 
 def test_passes_without_rows_leave_no_gradients():
     assert together(of_passes_without_rows, 2) == [[[0.5, 0.5], None]] * 2
-
-
-def tables(ranks: Sequence[int], make: Callable[[Any], Any]) -> list[torch.Tensor]:
-    """Train two tables, of which the second one is first used in the second step, by one rank."""
-    torch.manual_seed(0)
-    first, second = (torch.nn.Embedding(5, 2, sparse=True).double() for _ in range(2))
-    optimizer = make(torch.optim.SparseAdam([first.weight, second.weight], lr=0.1))  # which refuses dense gradients
-    for step in range(4):
-        optimizer.zero_grad()
-        for rank in ranks:
-            loss = first(torch.tensor([rank, step])).square().sum()
-            if step and rank == 1:
-                loss = loss + second(torch.tensor([step, 0])).square().sum()
-            loss.backward()
-        optimizer.step()
-    return [first.weight.detach(), second.weight.detach()]
-
-
-def of_tables() -> list[bool]:
-    hvd.init()
-    found = []
-    for dense in (False, True):
-        make = partial(hvd.DistributedOptimizer, op=hvd.Sum, sparse_as_dense=dense)
-        ours = tables([hvd.rank()], make)
-        theirs = tables(range(hvd.size()), lambda plain: plain)
-        found += [torch.allclose(one, other) for one, other in zip(ours, theirs, strict=True)]
-    return found
-
-
-@pytest.mark.nightly
-def test_sparse_gradients_may_appear_in_a_later_step():
-    assert together(of_tables, 2) == [[True] * 4] * 2
 
 
 def normalised(kind: Any, ranks: Sequence[int], make: Callable[[Any], Any]) -> torch.Tensor:

@@ -9,7 +9,6 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.errors import UsageError
-from tests.nightly import by_night
 from tests.unit.torch.test_collectives import together
 
 
@@ -22,129 +21,10 @@ def rows_of(rank: int, step: int) -> torch.Tensor:
     return torch.randn(3, 5, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def reference(size: int, steps: int, passes: int = 1, total: bool = False) -> list[torch.Tensor]:
-    """The parameters after steps with gradients averaged over ranks in one process."""
-    model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for rank in range(size):
-            for part in range(passes):
-                loss = model(rows_of(rank, step * passes + part)).square().sum()
-                (loss / (1 if total else size)).backward()
-        optimizer.step()
-    return [p.detach() for p in model.parameters()]
-
-
-def trained(kwargs: dict, passes: int, zero: str) -> bool:
-    hvd.init()
-    model = model_of()
-    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(
-        inner, named_parameters=model.named_parameters(), backward_passes_per_step=passes, **kwargs
-    )
-    for step in range(4):
-        if zero == "before":
-            optimizer.zero_grad()
-        for part in range(passes):
-            model(rows_of(hvd.rank(), step * passes + part)).square().sum().backward()
-        optimizer.step()
-        if zero == "after":
-            optimizer.zero_grad()
-        elif zero == "in place":
-            optimizer.zero_grad(set_to_none=False)
-        elif zero == "model":
-            model.zero_grad()
-    want = reference(hvd.size(), 4, passes, total=kwargs.get("op") is hvd.Sum)
-    loose = kwargs.get("compression") is not None
-    return all(
-        torch.allclose(a, b, rtol=2e-2 if loose else 1e-5, atol=1e-2 if loose else 1e-6)
-        for a, b in zip(model.parameters(), want, strict=True)
-    )
-
-
-def many(cases: list) -> list[bool]:
-    return [trained(*case) for case in cases]
-
-
-CASES = [
-    ({}, 1, "before"),
-    ({}, 1, "after"),
-    ({}, 1, "in place"),
-    ({}, 1, "model"),
-    ({}, 3, "before"),
-    ({}, 2, "in place"),
-    ({"op": hvd.Sum}, 1, "before"),
-    ({"gradient_predivide_factor": 2.0}, 1, "before"),
-    ({"groups": 2}, 1, "before"),
-    ({"num_groups": 4}, 1, "before"),
-    ({"compression": hvd.Compression.fp16}, 1, "before"),
-    ({"compression": hvd.Compression.bf16}, 1, "before"),
-]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("count", by_night([2, 3], but=[3]))
-def test_steps_equal_those_of_one_process_with_all_the_rows(count):
-    for results in together(many, count, args=(CASES,)):
-        assert [case for case, ok in zip(CASES, results, strict=True) if not ok] == []
-
-
 def corners() -> list:
     hvd.init()
     r = hvd.rank()
     out = []
-
-    # one rank does not use a part of the model
-    a, b = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([*a.parameters(), *b.parameters()], lr=1.0))
-    for _ in range(2):
-        optimizer.zero_grad()
-        (a(torch.ones(1, 2)).sum() if r == 0 else b(torch.ones(1, 2)).sum()).backward()
-        optimizer.step()
-        out.append(
-            torch.allclose(a.weight.grad, torch.tensor(0.5)) and torch.allclose(b.weight.grad, torch.tensor(0.5))
-        )
-
-    # clipping between synchronize and step
-    model = model_of()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
-    model(rows_of(r, 0)).sum().backward()
-    optimizer.synchronize()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    with optimizer.skip_synchronize():
-        optimizer.step()
-    out.append(len({round(n, 6) for n in hvd.allgather_object(norm.item())}) == 1)
-
-    # a closure, evaluated once or often
-    for kind, options in ((torch.optim.SGD, {"lr": 0.1}), (torch.optim.LBFGS, {"lr": 0.1, "max_iter": 3})):
-        model = model_of()
-        optimizer = hvd.DistributedOptimizer(kind(model.parameters(), **options))
-
-        def closure(model=model, optimizer=optimizer):
-            optimizer.zero_grad()
-            loss = model(rows_of(r, 1)).square().sum()
-            loss.backward()
-            return loss
-
-        if kind is torch.optim.LBFGS:
-            continue  # its line search looks at the loss, which differs between ranks
-        optimizer.step(closure)
-        sums = hvd.allgather_object([round(p.sum().item(), 5) for p in model.parameters()])
-        out.append(sums[0] == sums[1])
-
-    # sparse gradients, gathered and as dense ones
-    for dense in (False, True):
-        embedding = torch.nn.Embedding(6, 2, sparse=True)
-        hvd.broadcast_parameters(embedding.state_dict(), 0)
-        before = embedding.weight.detach().clone()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=1.0), sparse_as_dense=dense)
-        for _ in range(2):
-            optimizer.zero_grad()
-            embedding(torch.tensor([r, 2])).sum().backward()
-            optimizer.step()
-        change = (before - embedding.weight.detach())[:, 0]
-        out.append(torch.allclose(change, torch.tensor([1.0, 1.0, 2.0, 0.0, 0.0, 0.0])))
 
     # one row, several times: what is left of the indices is a single element
     embedding = torch.nn.Embedding(6, 2, sparse=True)
@@ -193,10 +73,6 @@ def test_the_wrapped_optimizer_keeps_its_class_and_state(alone):
     model(torch.ones(1, 5)).sum().backward()
     optimizer.step()
     assert calls == [1]
-
-
-def test_a_world_of_one_steps_like_the_plain_optimizer(alone):
-    assert all(many([({}, 1, "before"), ({}, 2, "before")]))
 
 
 def test_wrong_arguments_are_refused_with_what_to_do(alone):
@@ -328,36 +204,3 @@ def with_gaps(weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("layout", [in_channels_last, with_gaps])
 def test_parameters_of_any_memory_layout_are_trained(layout):
     assert together(trained_with_layout, 2, args=(layout,)) == [True, True]
-
-
-def steps_without_a_backward_pass(rank_without: int, optimizers: int, unused: bool) -> bool:
-    """Train an embedding and a layer; one rank computes nothing in the first step. True: all ranks end alike."""
-    torch.manual_seed(0)
-    table, layer = torch.nn.Embedding(6, 3, sparse=True), torch.nn.Linear(3, 2)
-    dense = [*layer.parameters(), *([torch.nn.Parameter(torch.ones(2))] if unused else [])]
-    if optimizers == 2:
-        inner = [torch.optim.SGD(dense, lr=0.1), torch.optim.SparseAdam(list(table.parameters()))]
-    else:
-        inner = [torch.optim.SGD([*dense, *table.parameters()], lr=0.1)]
-    made = [hvd.DistributedOptimizer(each) for each in inner]
-    for step in range(3):
-        for optimizer in made:
-            optimizer.zero_grad()
-        if step or hvd.rank() != rank_without:
-            layer(table(torch.tensor([hvd.rank(), step]))).square().sum().backward()
-        for optimizer in made:
-            optimizer.step()
-    sums = hvd.allgather_object([each.sum().item() for each in (*dense, *table.parameters())])
-    return bool(sums[0] == sums[1]) and abs(sums[0][0]) > 0
-
-
-def each_without_a_backward_pass(cases: list) -> list[bool]:
-    hvd.init()
-    return [steps_without_a_backward_pass(*case) for case in cases]
-
-
-@pytest.mark.nightly
-def test_a_rank_may_compute_nothing_in_the_first_step():
-    cases = [(rank, optimizers, unused) for rank in (0, 1) for optimizers in (1, 2) for unused in (False, True)]
-    for found in together(each_without_a_backward_pass, 2, args=(cases,)):
-        assert dict(zip(cases, found, strict=True)) == dict.fromkeys(cases, True)

@@ -65,13 +65,6 @@ def test_a_state_takes_all_values_of_another_from_a_file(alone: Any) -> None:
     assert str(saved) == str(taken)
 
 
-def test_values_of_a_state_with_other_names_are_refused(alone: Any) -> None:
-    state, *_ = built(n=1)
-    other, *_ = built(count=1)
-    with pytest.raises(ValueError, match="only one of the two has count, n"):
-        other._set_values(state._values())
-
-
 class OwnState(hvd.elastic.State):
     def save(self) -> None: ...
     def restore(self) -> None: ...

@@ -87,12 +87,6 @@ def test_a_batch_that_the_optimizer_takes_in_two_passes_has_as_many_parts_on_eve
     assert [len(rows) for rows in last] == [9, 9]
 
 
-def test_a_loader_that_drops_its_last_batch_drops_it_on_every_rank():
-    ranks = samplers(31, 4, None)  # shares of 8, 8, 8 and 7 rows
-    steps = {len(list(DataLoader(range(31), 8, sampler=sampler, drop_last=True))) for sampler in ranks}
-    assert steps == {0}
-
-
 def test_set_epoch_begins_a_new_epoch_and_keeps_one_that_has_begun():
     (sampler,) = samplers(10, 1, None)
     first = list(sampler)

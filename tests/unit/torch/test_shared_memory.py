@@ -15,13 +15,11 @@ import torch
 import spark_elastic.torch as hvd
 from spark_elastic.collective import reduce
 from spark_elastic.collective.process import process
-from spark_elastic.collective.shared_memory import peers, segments
+from spark_elastic.collective.shared_memory import segments
 from spark_elastic.errors import InvalidSettingsError, UsageError
-from tests.integration.processes import wait_until
-from tests.leftovers import threads_settle
 from tests.nightly import by_night
 from tests.unit.torch.test_collectives import together
-from tests.unit.world_link import die, link, tell
+from tests.unit.world_link import die, tell
 from tests.unit.worlds import WorldDriver
 
 ONE_HOST, TWO_HOSTS = ("127.0.0.1",), ("127.0.0.1", "127.0.0.2")
@@ -147,9 +145,15 @@ def waits_for(how: str):
         return time.perf_counter() - start
 
 
-@pytest.mark.parametrize("how", by_night(["killed", "stopped", "has left"], but=["killed"]))
-def test_a_peer_that_is_gone_ends_the_wait(how):
-    with WorldDriver(start_with=3) as driver:
+@pytest.mark.parametrize(
+    ("how", "hosts"),
+    by_night(
+        [*((how, ONE_HOST) for how in ("killed", "stopped", "has left")), ("stopped", TWO_HOSTS)],
+        but=[("killed", ONE_HOST), ("stopped", TWO_HOSTS)],
+    ),
+)
+def test_a_peer_that_is_gone_ends_the_wait(how, hosts):
+    with WorldDriver(hosts=hosts, start_with=3) as driver:
         driver.start(waits_for, how, count=3)
         driver.wait(lambda: driver.told("gone") and len(driver.told("waits")) == 2)  # all have left the barrier
         if how == "stopped":
@@ -178,62 +182,10 @@ def test_a_death_is_seen_without_the_driver_too():
         assert "rank 1 is gone" in message
 
 
-def forks_in_the_middle():
-    hvd.init()
-    hvd.allreduce(torch.ones(100_000))
-    child = os.fork()
-    if child == 0:
-        names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if int(fd) > 2 and _open(fd)]
-        own = sum("pidfd" in name for name in names)
-        process.leave()  # as at the end of a process: its parent stays in the world
-        os._exit(own)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status), hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
-
-
-def _open(fd: str) -> bool:
-    try:
-        os.readlink(f"/proc/self/fd/{fd}")
-    except OSError:
-        return False
-    return True
-
-
-@pytest.mark.nightly
-def test_a_forked_child_does_not_leave_its_parents_world():
-    assert together(forks_in_the_middle, 2) == [(0, 2.0)] * 2
-
-
 def belongings():
     me = psutil.Process()
     maps = sum("memfd:spark-elastic" in entry.path for entry in me.memory_maps(grouped=False))
     return me.num_fds(), me.num_threads(), maps
-
-
-def enters_and_leaves(times: int):
-    hvd.init()
-    before = (0, 0, 0)
-    for number in range(times):
-        hvd.shutdown()
-        hvd.init()
-        hvd.allreduce(torch.full((300_000,), float(number)))
-        if number == times // 2:
-            before = belongings()
-    threads_settle(before[1] + 2)
-    after = belongings()
-    hvd.shutdown()
-    return before, after, belongings()[2]
-
-
-@pytest.mark.nightly
-def test_rounds_leave_no_memory_descriptors_or_threads_behind():
-    names = set(os.listdir("/dev/shm"))
-    for before, after, mapped in together(enters_and_leaves, 2, args=(30,)):
-        assert after[0] <= before[0] + 2
-        assert after[1] <= before[1] + 2
-        assert after[2] == before[2] == 2
-        assert mapped == 0
-    assert not {name for name in set(os.listdir("/dev/shm")) - names if "elastic" in name}
 
 
 # --- choosing the way -----------------------------------------------------------------------------
@@ -321,39 +273,3 @@ def test_joined_ranks_take_part_in_reductions(count, hosts):
         assert last == count - 1
         assert minima == [[number] for number in range(len(minima))]
         assert sums == [[float(count - 1 - number // 3)] for number in range(len(sums))]
-
-
-def loses_a_newcomer_that_the_others_try_to_open():
-    os.environ[reduce.REDUCTION_SETTING] = "shared"
-    open_peers = peers._open_peers
-
-    def opened(key, rank, announced):
-        if link().worker == 3:
-            die()
-        if len(announced) == 3:  # the newcomer is dead before its memory is opened
-            path = "/proc/{}/fd/{}".format(*announced[-1])
-            wait_until(lambda: not os.path.lexists(path), 30.0, "the end of the newcomer")
-        return open_peers(key, rank, announced)
-
-    peers._open_peers = opened
-    hvd.init()
-    state = hvd.elastic.ObjectState(worlds=[])
-
-    @hvd.elastic.run
-    def loop(state):
-        state.worlds.append(hvd.size())
-        tell("in loop", hvd.size())
-        while len(state.worlds) < 2:  # the driver has announced the newcomer, and its end
-            state.check_host_updates()
-            hvd.allreduce(torch.ones(1))
-        return state.worlds, process.group().shared_memory is not None
-
-    return loop(state)
-
-
-def test_a_worker_that_dies_before_its_memory_is_opened_is_a_loss_where_shared_memory_is_demanded():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(loses_a_newcomer_that_the_others_try_to_open, count=2)
-        driver.wait(lambda: len(driver.told("in loop")) == 2)
-        driver.start(loses_a_newcomer_that_the_others_try_to_open)
-        assert driver.results(2) == [([2, 2], True)] * 2

@@ -14,7 +14,6 @@ import spark_elastic.torch as hvd
 from spark_elastic.collective.batch_statistics import without_rows
 from spark_elastic.torch.sync_batch_norm import unconverted
 from tests.nightly import by_night
-from tests.unit.world_link import die, link, tell
 from tests.unit.worlds import WorldDriver
 
 ROWS = 8
@@ -209,102 +208,6 @@ def test_a_single_value_per_channel_is_refused_on_every_rank_or_uses_running_sta
         assert results == [[pytest.approx([1, 1, 1], rel=1e-4)], []]
     else:
         assert all("all 2 ranks together have 1" in each for each in results)
-
-
-# --- many steps, in the order of autograd ------------------------------------------------------------
-
-
-def branched(dtype=torch.float64):
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stem = torch.nn.Linear(4, 6)
-            self.left = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6), torch.nn.Tanh())
-            self.right = torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 6))
-            self.unused = torch.nn.Linear(6, 6)
-            self.head = torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1))
-
-        def forward(self, x):
-            x = self.stem(x)
-            return self.head(self.left(x) + self.right(x))
-
-    torch.manual_seed(4)
-    return Net().to(dtype)
-
-
-STEPS = 40
-
-
-def many_steps(passes, dies=None):
-    """dies: (worker, step, in which call of a layer: forward or backward): it kills itself there."""
-    hvd.init()
-    model = hvd.SyncBatchNorm.convert_sync_batchnorm(branched())
-    params = list(model.parameters())
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(params, lr=0.05, momentum=0.9),
-        model.named_parameters(),
-        op=hvd.Sum,
-        backward_passes_per_step=passes,
-        groups=len(params),  # a reduction for each parameter, between those of the layers
-    )
-    state = hvd.elastic.TorchState(model, optimizer, step=0)
-    applied = []
-
-    def killed(where):
-        def hook(*_):
-            if dies == (link().worker, state.step, where):
-                tell("dying")
-                die()
-
-        return hook
-
-    model.left[1].register_forward_hook(killed("forward"))
-    model.right[0].register_full_backward_hook(killed("backward"))
-
-    @hvd.elastic.run
-    def loop(state):
-        while state.step < STEPS:
-            optimizer.zero_grad()
-            for part in range(passes):
-                generator = torch.Generator().manual_seed(state.step * passes + part)
-                x = torch.randn(13, 4, generator=generator, dtype=torch.float64)
-                model(x[hvd.rank() :: hvd.size()]).square().sum().div(13 * passes).backward()
-            optimizer.step()
-            applied.append(state.step)
-            state.step += 1
-            if state.step % 10 == 0:
-                state.commit()
-            else:
-                state.check_host_updates()
-
-    loop(state)
-    return applied, [each.tolist() for each in model.state_dict().values()]
-
-
-@pytest.fixture(scope="module")
-def undisturbed():
-    def alone(passes):
-        with WorldDriver() as driver:
-            driver.start(many_steps, passes)
-            return driver.results(1)[0][1]
-
-    return {passes: alone(passes) for passes in (1, 3)}
-
-
-@pytest.mark.parametrize(
-    ("passes", "where", "hosts"),
-    [(1, "backward", ("127.0.0.1",)), (3, "forward", ("127.0.0.1", "127.0.0.2"))],
-    ids=["one host", "two hosts"],
-)
-def test_a_worker_that_dies_within_a_pass_costs_no_applied_step(passes, where, hosts, undisturbed):
-    """The commit is seven steps old by then, and the last check none: going back to the commit would be seen."""
-    with WorldDriver(start_with=3, hosts=hosts) as driver:
-        driver.start(many_steps, passes, (2, 17, where), count=3)
-        results = driver.results(2)
-        assert driver.told("dying")
-    for applied, tensors in results:
-        assert applied == list(range(STEPS))
-        assert distance(tensors, undisturbed[passes]) < 1e-9
 
 
 # --- conversion -----------------------------------------------------------------------------------

@@ -11,13 +11,9 @@ import torch
 import spark_elastic.torch as hvd
 from spark_elastic import clock
 from spark_elastic.collective.digest import digest
-from spark_elastic.elastic.frontend import Entry
 from spark_elastic.elastic.handlers import TensorSpec
-from spark_elastic.elastic.loop import elastic_loop
 from spark_elastic.errors import HorovodInternalError, UsageError
-from spark_elastic.membership.topology import StateVersion
 from spark_elastic.torch.elastic import StateHandler, TorchState, get_handler_registry, register_handler
-from tests.unit.test_state import ScriptedFrontend
 from tests.unit.torch.test_collectives import together
 from tests.unit.worlds import WorldDriver
 
@@ -64,48 +60,6 @@ def test_restore_returns_models_optimizers_schedulers_and_values_to_the_last_sav
     assert [s["step"].item() for s in optimizer.state.values()] == steps
     assert (state.n, optimizer.param_groups[0]["lr"]) == (1, 0.1)
     assert (scheduler.last_epoch, state.sampler.processed_num) == (0, 0)
-
-
-def test_restore_forgets_optimizer_state_that_the_save_did_not_have(alone):
-    model = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    state = TorchState(model, optimizer)
-    before = values(model)
-    stepped(model, optimizer)
-    state.restore()
-    assert values(model) == before
-    assert not optimizer.state
-
-
-@pytest.mark.nightly
-def test_step_that_fails_after_a_check_is_repeated_with_the_buffers_and_records_of_the_check(alone):
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    sampler = hvd.elastic.ElasticSampler(range(100))
-    state = TorchState(model, optimizer, sampler=sampler, batch=0)
-    failing = [5]
-    entered = []
-
-    @hvd.elastic.run
-    def loop(state):
-        entered.append((state.batch, sampler.processed_num, int(model[1].num_batches_tracked), state.progress))
-        while state.batch < 8:
-            optimizer.zero_grad()
-            model(torch.ones(4, 3)).square().mean().backward()
-            sampler.record_batch(0, 4)  # before the step, as Horovod's example does
-            if state.batch in failing:
-                failing.clear()
-                raise HorovodInternalError("a peer is gone")
-            optimizer.step()
-            state.batch += 1
-            if state.batch == 2:
-                state.commit()
-            else:
-                state.check_host_updates()
-        return sampler.processed_num
-
-    assert loop(state) == 32
-    assert entered == [(0, 0, 0, 0), (5, 20, 5, 5)]
 
 
 class Counter:
@@ -189,41 +143,6 @@ def test_values_of_users_own_handlers_are_undone_with_the_step(alone, kind, comm
 
     loop(state)
     assert (state.n, int(state.counter.value)) == (6, 6)
-
-
-def synchronised():
-    hvd.init()
-    r = hvd.rank()
-    torch.manual_seed(r)
-    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3).to(memory_format=torch.channels_last), torch.nn.BatchNorm2d(2))
-    big = torch.nn.Linear(1500, 1500)
-    adam = torch.optim.Adam(model.parameters(), lr=0.1 * (r + 1))
-    sgd = hvd.DistributedOptimizer(torch.optim.SGD(big.parameters(), lr=0.1, momentum=0.9))
-    scheduler = torch.optim.lr_scheduler.StepLR(adam, 1)
-    if r == 1:  # the other has never stepped
-        model(torch.randn(2, 1, 5, 5)).sum().backward()
-        adam.step()
-        scheduler.step()
-    state = TorchState(model, adam, big=big, sgd=sgd, scheduler=scheduler, n=r, history=[r])
-    state._root = 1
-    state.sync()
-    adam_sums = [float(s[k].double().sum()) for s in adam.state.values() for k in ("step", "exp_avg", "exp_avg_sq")]
-    return (
-        values(model),
-        values(big),
-        adam_sums,
-        adam.param_groups[0]["lr"],
-        scheduler.last_epoch,
-        state.n,
-        state.history,
-    )
-
-
-def test_a_sync_takes_over_everything_from_its_root_even_missing_optimizer_state():
-    first, second = together(synchronised, 2)
-    assert first == second
-    assert len(first[2]) == 12
-    assert first[4:] == (1, 1, [1])
 
 
 def different_models():
@@ -326,55 +245,6 @@ def test_a_commit_is_a_snapshot_whatever_changes_the_tensors_afterwards(alone):
     assert seen[1] == seen[0]
 
 
-def test_a_state_without_an_optimizer_returns_to_the_version_of_its_commit(alone):
-    state = TorchState(torch.nn.Linear(1, 1), n=0)
-    versions = []
-
-    @hvd.elastic.run
-    def loop(state):
-        versions.append(state.version)
-        while state.n < 3:
-            state.n += 1
-            state.commit()
-            if state.n == 2 and len(versions) == 1:
-                versions.append(state.version)
-                raise HorovodInternalError("a peer is gone")
-
-    loop(state)
-    assert versions[2] == versions[1]
-    assert state.progress == 3
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("change", ["no_grad", "none"])
-def test_parameters_that_are_changed_by_hand_before_the_step_are_changed_once(alone, change):
-    model, average = torch.nn.Linear(3, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.zeros_(average.weight)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    state = TorchState(model, optimizer, average=average, n=0)
-    entered = []
-
-    @hvd.elastic.run
-    def loop(state):
-        entered.append(state.n)
-        while state.n < 6:
-            if change == "no_grad":
-                with torch.no_grad():
-                    average.weight.add_(1)
-            if state.n == 4 and len(entered) == 1:
-                raise HorovodInternalError("a peer is gone")
-            stepped(model, optimizer)
-            state.n += 1
-            if state.n == 2:
-                state.commit()
-            else:
-                state.check_host_updates()
-
-    loop(state)
-    assert entered == ([0, 2] if change == "no_grad" else [0, 4])
-    assert average.weight.item() == (6 if change == "no_grad" else 0)
-
-
 def test_a_loop_that_always_commits_between_backward_and_step_is_refused(alone):
     model = torch.nn.Linear(3, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -392,29 +262,6 @@ def test_a_loop_that_always_commits_between_backward_and_step_is_refused(alone):
     with pytest.raises(UsageError, match=r"call them after optimizer\.step"):
         loop(state)
     assert state.n == 3
-
-
-@pytest.mark.nightly
-def test_a_second_loop_counts_from_zero_when_all_members_come_from_the_first(alone):
-    """Those that had begun it are gone, and who is left has what the loop before has come to."""
-    model = torch.nn.Linear(3, 1)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    state = TorchState(model, optimizer, n=0)
-    state.n = 7
-    frontend = ScriptedFrontend(Entry(root=0, version=StateVersion(1, 5), sync=False, moved=True))
-    state._frontend = frontend
-    frontend.loops.enter()
-    versions = []
-
-    def loop(state):
-        versions.append(state.version)
-        stepped(model, optimizer, 2)
-        versions.append(state.version)
-        state.restore()
-
-    elastic_loop(loop, frontend)(state)
-    assert versions == [StateVersion(2), StateVersion(2, 2)]
-    assert (state.n, state.version) == (7, StateVersion(2))
 
 
 def bring_a_strided_element():

@@ -15,25 +15,6 @@ from tests.unit.torch.test_final_gradients import loss_of, model_of, rows
 # --- members that differ --------------------------------------------------------------------------
 
 
-def only_rank_0_uses_it() -> list[list[float]]:
-    hvd.init()
-    model = torch.nn.Linear(2, 1)
-    torch.nn.init.ones_(model.weight)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-    out = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        if hvd.rank() == 0:
-            model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        out.append(model.weight.detach().flatten().tolist())
-    return out
-
-
-def test_a_rank_whose_loss_does_not_use_the_model_counts_as_zeros():
-    assert together(only_rank_0_uses_it, 2) == [[[0.5] * 2, [0.0] * 2, [-0.5] * 2]] * 2
-
-
 def unequal() -> str:
     hvd.init()
     model = model_of()
@@ -147,21 +128,3 @@ def test_what_cannot_be_reduced_is_refused():
     words = ["cannot be skipped", "lazy module", "type or device", "type or device", "does not require", "param_groups"]
     for found in together(refusals, 2):
         assert [word for word, message in zip(words, found, strict=True) if word not in message] == []
-
-
-def joined_each_epoch() -> list[list[float]]:
-    hvd.init()
-    model = model_of()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in range(3):
-        for step in range(2 + hvd.rank()):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
-        hvd.broadcast_parameters(model.state_dict(), hvd.join())
-    return [param.tolist() for param in model.parameters()]
-
-
-def test_ranks_with_uneven_batches_join_in_each_epoch():
-    one, other = together(joined_each_epoch, 2)
-    assert one == other

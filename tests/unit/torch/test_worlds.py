@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import os
 import time
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.collective.process import Position, Process, process
+from spark_elastic.collective.process import process
 from spark_elastic.elastic.frontend import frontend
-from spark_elastic.membership.topology import Member, Place, World
-from spark_elastic.wire.worker_link import Assignment
 from tests.leftovers import threads_settle
 from tests.unit.worlds import WorldDriver
 
 
-def belongings() -> tuple[int, int, int]:
+def belongings() -> tuple[int, int, int, int]:
     me = psutil.Process()
-    return me.num_fds(), me.num_threads(), me.memory_info().rss
+    maps = sum("memfd:spark-elastic" in entry.path for entry in me.memory_maps(grouped=False))
+    return me.num_fds(), me.num_threads(), me.memory_info().rss, maps
 
 
 def rejoin_often(times: int, settled: int):
     hvd.init()
-    before = (0, 0, 0)
+    before = (0, 0, 0, 0)
     durations = []
     for number in range(times):
         start = time.perf_counter()
@@ -42,13 +40,16 @@ def rejoin_often(times: int, settled: int):
 
 
 def grows_by_nothing(times: int, settled: int) -> None:
+    names = set(os.listdir("/dev/shm"))
     with WorldDriver(start_with=2) as driver:
         driver.start(rejoin_often, times, settled, count=2)
         results = driver.results(2)
-    for (fds, threads, rss), (fds_after, threads_after, rss_after), _ in results:
+    for (fds, threads, rss, maps), (fds_after, threads_after, rss_after, maps_after), _ in results:
         assert fds_after <= fds + 2
         assert threads_after <= threads + 2
         assert rss_after - rss < 20e6
+        assert maps_after <= maps
+    assert not {name for name in set(os.listdir("/dev/shm")) - names if "elastic" in name}
     print(f"median rejoin: {results[0][2] * 1e3:.1f} ms")
 
 
@@ -75,38 +76,6 @@ def test_a_forked_child_does_not_hold_its_parents_connections():
     with WorldDriver(start_with=2) as driver:
         driver.start(forks, count=2)
         assert driver.results(2) == [(11, 2.0)] * 2
-
-
-def test_a_cut_while_a_group_is_made_is_not_missed(monkeypatch):
-    """It comes after the last look at the round, and before the group begins to connect."""
-
-    class CutWhileItIsMade:
-        def __init__(self, link, round, name, rank, world_ranks):
-            self.round, self.why, self.size = round, None, len(world_ranks)
-            self.gloo, self.negotiation = self, self
-            subject._on_cut(1, "too late?")
-
-        serve = None
-
-        def cut(self, why):
-            self.why = why
-
-        def connect(self, *_):
-            assert self.why is not None, "the cut was missed"
-
-        def close(self):
-            pass
-
-    subject = Process()
-    subject.link = SimpleNamespace(stall_timeout_s=1.0)
-    subject.position = Position(rank=0, size=2)
-    place = Place("a", "e1", 0)
-    world = World(1, (Member(1, place, 0, 0, 2, 0, 1), Member(2, place, 1, 1, 2, 0, 1)), 0, None, True)
-    subject.assignment = Assignment(world, 1, ("127.0.0.1", "127.0.0.1"))
-    monkeypatch.setattr("spark_elastic.collective.world.Group", CutWhileItIsMade)
-    with pytest.raises(hvd.HorovodInternalError, match="too late"):
-        subject.group()
-    assert subject._groups == {}
 
 
 def connections_of_each_world(times: int):

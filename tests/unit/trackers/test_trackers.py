@@ -16,7 +16,6 @@ from spark_elastic.errors import InvalidSettingsError, MissingExtraError
 from spark_elastic.jobs.driver_callbacks import DriverResult, DriverRun
 from spark_elastic.jobs.tracking import tracking_environment, warn_of_local_store
 from spark_elastic.ml.persistence import plain_and_objects
-from spark_elastic.trackers.tensorboard import tag_of
 from tests.unit.ml.torch.estimators import estimator
 
 
@@ -74,14 +73,6 @@ def test_nothing_travels_without_an_active_run(monkeypatch: Any) -> None:
 def test_store_on_the_drivers_disk_is_warned_of(uri: str, warns: bool, caplog: Any) -> None:
     warn_of_local_store({"MLFLOW_RUN_ID": "r1", "MLFLOW_TRACKING_URI": uri})
     assert bool(caplog.records) == warns
-
-
-@pytest.mark.parametrize(
-    ("column", "tag"),
-    [("loss", "loss/train"), ("val_loss", "loss/validation"), ("lr", "training/lr"), ("auc_2", "auc_2/train")],
-)
-def test_values_of_both_splits_are_in_one_section(column: str, tag: str) -> None:
-    assert tag_of(column) == tag
 
 
 def test_server_that_never_answers_does_not_hold_the_exit_of_the_program(monkeypatch: Any, caplog: Any) -> None:

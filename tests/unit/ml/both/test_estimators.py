@@ -69,10 +69,6 @@ def test_trained_weights_depend_on(name: str, framework: Any, fit: Any, plain: A
     assert framework.estimators.weights_of(model) != framework.estimators.weights_of(plain)
 
 
-def test_epochs_are_the_rows_of_the_history(fit: Any) -> None:
-    assert len(fit(epochs=3)[0].history) == 3
-
-
 def test_verbose_prints_a_line_for_each_epoch(fit: Any, capsys: pytest.CaptureFixture[str]) -> None:
     fit(verbose=1)
     assert capsys.readouterr().out.count("epoch ") == 2

@@ -123,6 +123,31 @@ def softmax() -> Any:
     return keras.Sequential([keras.Input((WIDTH,)), layers.Dense(CLASSES, activation="softmax")])
 
 
+@keras.saving.register_keras_serializable("as_plain_keras")
+class Unused(layers.Layer):
+    """A layer with another one that its call leaves out."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.base, self.never = layers.Dense(CLASSES), layers.Dense(CLASSES)
+
+    def build(self, shape: Any) -> None:
+        self.base.build(shape)
+        self.never.build(shape)
+        self.built = True
+
+    def call(self, features: Any) -> Any:
+        return self.base(features)
+
+
+def unused() -> Any:
+    return keras.Sequential([keras.Input((WIDTH,)), Unused()])
+
+
+def sgd(**more: Any) -> Any:
+    return keras.optimizers.SGD(0.1, momentum=0.9, **more)
+
+
 def of_words() -> Any:
     """Make a model of words that come several times in a batch, so its sparse gradient has equal indices."""
     middle = [layers.Embedding(CLASSES, 4), layers.GlobalAveragePooling1D()]
@@ -175,6 +200,12 @@ CASES: dict[str, dict[str, Any]] = {
         "model": tagger,
         "compile": lambda: {"loss": CROSS_ENTROPY(), "metrics": ["accuracy", Largest()]},
     },
+    "mask, weights and a class that is ignored": {
+        "columns": SEQUENCES,
+        "weighted": True,
+        "model": tagger,
+        "compile": lambda: {"loss": CROSS_ENTROPY(ignore_class=1, reduction="mean_with_sample_weight")},
+    },
     "train_step with a mean of losses": {
         "columns": NUMBERS,
         "weighted": True,
@@ -208,6 +239,22 @@ CASES: dict[str, dict[str, Any]] = {
         "model": of_words,
         "compile": lambda: {"loss": CROSS_ENTROPY()},
     },
+    "sparse gradients, Keras' bound of each norm": {
+        "columns": (["tags"], ["tag"]),
+        "model": of_words,
+        "compile": lambda: {"loss": CROSS_ENTROPY(), "optimizer": sgd(clipnorm=0.05)},
+    },
+    "a layer that is not called": {
+        "columns": NUMBERS,
+        "model": unused,
+        "compile": lambda: {"loss": CROSS_ENTROPY(), "optimizer": sgd(weight_decay=0.1)},
+    },
+    "an output without a loss": {
+        "columns": NUMBERS,
+        "model": two_dense_heads,
+        "compile": lambda: {"loss": {"tags": CROSS_ENTROPY()}, "optimizer": keras.optimizers.AdamW(0.05)},
+        "settings": {"accumulation": 2},
+    },
     "mixed_float16": {
         "columns": (["numbers"], ["size", "tag"]),
         "weighted": True,
@@ -233,19 +280,19 @@ def plain(name: str, rows: int) -> tuple[list[float], list[dict[str, float]]]:
     with trainings.in_float64():
         model, arguments = made(name)
         model.compile(**arguments)
-        x, y = columns["features_0"], labels_of(columns)
-        options = {"sample_weight": weights_by_output(columns), "batch_size": BATCH, "shuffle": False, "verbose": 0}
+        x, y = columns["features_0"], labels_of(columns, arguments["loss"])
+        options = {"sample_weight": weights_by_output(columns, y), "batch_size": BATCH, "shuffle": False, "verbose": 0}
         fitted = model.fit(x, y, epochs=EPOCHS, **options)
         return weights_of(model), by_epoch(fitted)
 
 
-def labels_of(columns: dict[str, Any]) -> Any:
+def labels_of(columns: dict[str, Any], loss: Any) -> Any:
     if "label_1" not in columns:
-        return columns["label_0"]
+        return dict.fromkeys(loss, columns["label_0"]) if isinstance(loss, dict) else columns["label_0"]
     return {"size": columns["label_0"], "tags": columns["label_1"]}
 
 
-def weights_by_output(columns: dict[str, Any]) -> Any:
+def weights_by_output(columns: dict[str, Any], labels: Any) -> Any:
     """Return the weights of the rows as plain Keras needs them: where there is a mask, one for each element."""
     if "sample_weight" not in columns:
         return None
@@ -254,7 +301,7 @@ def weights_by_output(columns: dict[str, Any]) -> Any:
     def of(label: Any) -> Any:
         return np.repeat(weights[:, None], LONGEST, 1) if label.shape[1:] == (LONGEST,) else weights
 
-    return keras.tree.map_structure(of, labels_of(columns))
+    return keras.tree.map_structure(of, labels)
 
 
 def weights_of(model: Any) -> list[float]:
@@ -277,6 +324,7 @@ def as_estimator(data: Path, folder: Path, names: list[str]) -> dict[str, Any]:
             compiled = compiling.compile_arguments(model, **arguments)
             changes = {each: getattr(compiled, each) for each in trainings.COMPILED}
             settings = {"rows": name, "batch_size": BATCH, "epochs": EPOCHS, "shuffle": False}
+            settings |= CASES[name].get("settings", {})
             training = make_training(data, folder / name, model=model, **settings, **changes)
             results[name] = outcome(training)["history"]
         tell("trained", name)

@@ -170,20 +170,3 @@ def test_model_that_transform_cannot_call_has_a_reason(data, tmp_path, caplog):
     assert "transform does so through inference_fn" in found.why_not
     found = try_training(data, tmp_path, inference_fn=small, model=net, transformation_fn=small)
     assert [output.shape for output in found.outputs] == [(3,)]
-
-
-class Buggy(keras.layers.Layer):
-    """A layer whose fault shows only when it is called with rows."""
-
-    broken = False
-
-    def call(self, x):
-        return not_there(x) if self.broken else x  # noqa: F821
-
-
-def test_a_fault_of_the_users_own_code_stays_the_error_that_it_is(data, tmp_path, monkeypatch):
-    x = keras.Input((6,))
-    net = keras.Model(x, Buggy()(dense(3, 2)(x)))
-    monkeypatch.setattr(Buggy, "broken", True)
-    with pytest.raises(NameError, match="not_there"):
-        try_training(data, tmp_path, model=net)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from spark_elastic.data.dataset import Dataset
-from spark_elastic.errors import CheckpointError
 from tests.unit.ml.keras.estimators import estimator, make_net, settings, weights_of
 from tests.unit.ml.keras.test_pickling import Own
 from tests.unit.ml.torch.estimators import make_set
@@ -24,17 +22,6 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 @pytest.fixture(scope="module")
 def plain(dataset: Dataset) -> Any:
     return estimator().from_dataset_path(dataset)
-
-
-def test_it_learns_what_keras_learns(dataset: Dataset, plain: Any) -> None:
-    with dataset.reader("train", batch_size=16, seed=0) as reader:
-        net = make_net()
-        net.compile(keras.optimizers.SGD(0.1), settings()["loss"])
-        for epoch in range(2):
-            for batch in reader.epoch(epoch):
-                net.train_on_batch(np.array(batch.tensors["features_0"]), np.array(batch.tensors["label_0"]))
-    found = weights_of(plain)
-    assert np.allclose([float(n) for w in net.get_weights() for n in w.reshape(-1)], found, atol=1e-5)
 
 
 def test_a_compiled_model_is_trained_as_it_was_compiled_and_is_not_changed(dataset: Dataset, plain: Any) -> None:
@@ -95,14 +82,3 @@ def test_sync_batch_norm_leaves_ordinary_layers_and_names_others(
     said = [record.getMessage() for record in caplog.records if "batch statistics" in record.getMessage()]
     assert len(said) == wanted
     assert all("own (Scaled)" in each for each in said)
-
-
-def test_checkpoints_of_another_optimizer_or_model_are_refused(dataset: Dataset, tmp_path: Path) -> None:
-    def made(**changes: Any) -> Any:
-        return estimator(optimizer=keras.optimizers.Adam(0.05), **changes)
-
-    made(epochs=2, checkpoint_dir=tmp_path, run_id="a").from_dataset_path(dataset)
-    with pytest.raises(CheckpointError, match=r"checkpoints of another training: .*optimizer was"):
-        estimator(epochs=5, checkpoint_dir=tmp_path, run_id="a").from_dataset_path(dataset)
-    with pytest.raises(CheckpointError, match=r"checkpoints of another training: .*model was"):
-        made(epochs=5, checkpoint_dir=tmp_path, run_id="a", model=make_net(9)).from_dataset_path(dataset)

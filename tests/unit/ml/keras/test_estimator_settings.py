@@ -118,25 +118,6 @@ def training(dataset: Any, tmp_path: Path, **changes: Any) -> Any:
     return run.make_training(Store.create(tmp_path))
 
 
-def test_settings_reach_the_workers(dataset: Any, tmp_path: Path) -> None:
-    made = training(
-        dataset,
-        tmp_path,
-        metrics=["accuracy"],
-        weighted_metrics=["mse"],
-        gradient_clip_norm=2,
-        gradient_compression="bf16",
-        accumulation_steps=3,
-        callbacks=[keras.callbacks.EarlyStopping()],
-        data_options={"prefetch": 1},
-    )
-    assert (made.clip_norm, made.compression, made.accumulation, made.prefetch) == (2, "bf16", 3, 1)
-    compiled = made.compiled.load()
-    assert (compiled.metrics, compiled.weighted_metrics) == (["accuracy"], ["mse"])
-    assert [type(each).__name__ for each in made.callbacks.load()] == ["EarlyStopping"]
-    assert made.optimizer_values is None
-
-
 def test_state_of_a_compiled_models_optimizer_is_continued(dataset: Any, tmp_path: Path) -> None:
     net = make_net()
     net.compile(keras.optimizers.Adam(0.1), "mse")

@@ -77,18 +77,6 @@ def test_inputs_are_a_tensor_a_list_or_a_dict_as_the_model_takes_them(tmp_path):
     assert feed.structure(("x0",)) == ("x0", "x0"), "an autoencoder is compared with its input"
 
 
-def test_labels_belong_to_the_outputs_that_have_losses(tmp_path):
-    columns = {"features_0": numbers(6), "label_0": numbers(dtype=np.int64), "label_1": numbers()}
-    x = keras.Input((6,))
-    kind, size, more = (keras.layers.Dense(n, name=name)(x) for n, name in ((3, "kind"), (1, "size"), (2, "more")))
-    feed, _ = feeding(tmp_path / "1", columns, keras.Model(x, [kind, size]), ["a", "b"])
-    assert feed.structure(("x", "k", "s")) == ("x", ["k", "s"])
-    feed, _ = feeding(tmp_path / "2", columns, keras.Model(x, [more, kind, size]), {"kind": "a", "size": "b"})
-    assert feed.structure(("x", "k", "s")) == ("x", {"kind": "k", "size": "s"})
-    feed, _ = feeding(tmp_path / "3", columns, keras.Model(x, {"size": size, "kind": kind}), "mse")
-    assert feed.structure(("x", "k", "s")) == ("x", {"kind": "k", "size": "s"})
-
-
 def test_lists_of_any_length_need_a_transformation(tmp_path):
     columns = {"features_0": [np.arange(n, dtype=np.float32) for n in range(1, ROWS + 1)]}
     columns["label_0"] = numbers(dtype=np.int64) % 3

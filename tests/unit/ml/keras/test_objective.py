@@ -47,18 +47,6 @@ def of_classes():
     ]
 
 
-def heads(masked, count_numbers, count_classes):
-    words = keras.Input((LONGEST,), dtype="int64", name="words")
-    table = keras.layers.Embedding(
-        WORDS, 4, mask_zero=masked, embeddings_initializer=keras.initializers.RandomUniform(0.1, 1.0, seed=4)
-    )
-    seen = table(words)
-    made = [
-        dense(KINDS, at, activation="softmax", name=f"head{at}")(seen) for at in range(count_numbers + count_classes)
-    ]
-    return keras.Model(words, made)
-
-
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
     generator = np.random.default_rng(3)
@@ -69,16 +57,6 @@ def tokens(tmp_path_factory):
     rows = {"features_0": words, "number": generator.uniform(0.1, 1.0, (ROWS, LONGEST, KINDS)), "class": words % KINDS}
     rows["weight"] = generator.uniform(0.0, 2.0, ROWS) * (np.arange(ROWS) % 4 > 0)
     return rows, tmp_path_factory.mktemp("tokens")
-
-
-def prepared(rows, folder, model, loss, labels, weights=None, **changes):
-    columns = {"features_0": rows["features_0"], **{f"label_{at}": rows[each] for at, each in enumerate(labels)}}
-    if weights is not None:
-        columns["sample_weight"] = weights
-    pack(columns, folder / "plain", shards=2)
-    with in_float64():
-        training = make_training(folder, folder / "run", model=model, loss=loss, metrics=[], **changes)
-        return prepare(training), columns
 
 
 def divided(ready, columns, edges):
@@ -93,28 +71,6 @@ def divided(ready, columns, edges):
     made = [ready.graphs._part(*part_arguments(part, edges[-1], totals))[0] for part in parts]
     gradients = [sum(tf.convert_to_tensor(part[at]).numpy() for part in made) for at in range(len(made[0]))]
     return ready.metrics.logs(np.append(ready.metrics.read().numpy(), float(edges[-1]))), gradients
-
-
-def of_plain_keras(model, loss, rows, labels, weights):
-    """Return each loss of the whole batch, and the gradients of their sum."""
-
-    @tf.function(autograph=False)
-    def values():
-        with tf.GradientTape() as tape:
-            outputs = model(tf.constant(rows["features_0"]))
-            model.compute_loss(
-                y=labels, y_pred=outputs, sample_weight=None if weights is None else [weights] * len(labels)
-            )
-            terms = zip(model._compile_loss._flat_losses, labels, outputs, strict=True)
-            made = [term.loss(label, output, weights) for term, label, output in terms]
-            total = sum(tf.reduce_sum(each) for each in made)
-        gradients = tape.gradient(total, model.trainable_variables)
-        return [tf.reduce_mean(each) for each in made], [tf.convert_to_tensor(each) for each in gradients]
-
-    with in_float64():
-        model.compile(loss=loss)
-        made, gradients = values()
-    return [float(each) for each in made], [each.numpy() for each in gradients]
 
 
 EDGES = [0, 1, 4, ROWS]
@@ -162,30 +118,6 @@ def test_parts_of_any_loss_add_up_to_the_loss_and_gradient_of_the_whole(by_class
 
 def as_loss(name):
     return LossFunctionWrapper(keras.losses.get(name), name=name)
-
-
-def test_step_in_parts_is_that_of_plain_keras_with_masks_and_weights(tokens):
-    rows, folder = tokens
-
-    def of_heads():
-        return [
-            "mse",
-            losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight"),
-            losses.SparseCategoricalCrossentropy(ignore_class=1),
-        ]
-
-    with in_float64():
-        net, plain, loss, other = heads(True, 1, 2), heads(True, 1, 2), of_heads(), of_heads()
-    labels = ["number", "class", "class"]
-    ready, columns = prepared(rows, folder / "step", net, loss, labels, rows["weight"])
-    given = [tf.constant(rows[each].astype("float64")) for each in labels]
-    by_token = tf.constant(np.repeat(rows["weight"][:, None], LONGEST, 1))
-    expected, wanted = of_plain_keras(plain, other, rows, given, by_token)
-    for edges in ([0, ROWS], EDGES):
-        logs, gradients = divided(ready, columns, edges)
-        assert [logs[f"head{at}_loss"] for at in range(3)] == pytest.approx(expected, rel=1e-9)
-        for gradient, other in zip(gradients, wanted, strict=True):
-            np.testing.assert_allclose(gradient, other, rtol=1e-8, atol=1e-12)
 
 
 # --- losses of one's own, in the trial step -----------------------------------------------------------

@@ -56,15 +56,6 @@ class OwnMetric(keras.metrics.Mean):
         super().__init__(name=name)
 
 
-class OwnLoss(keras.losses.Loss):
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def call(self, label: Any, output: Any) -> Any:
-        return self.factor * (label - output)
-
-
 def relu(x: Any) -> Any:
     """Negate; the name is that of another function of Keras."""
     return -x
@@ -76,18 +67,6 @@ def negative(x: Any) -> Any:
 
 def net(*layers: Any) -> Any:
     return keras.Sequential([keras.Input((3,)), *layers])
-
-
-def test_pickled_model_keeps_its_weights_and_comes_back_uncompiled() -> None:
-    model = net(keras.layers.Dense(4), keras.layers.BatchNormalization())
-    model.compile("adam", loss=lambda label, output: output - label)
-    sealed = KerasPickle.of(model)
-    first, second = sealed.load(), sealed.load()
-    assert model.compiled
-    assert not first.compiled
-    assert first is not second
-    for made in (first, second):
-        assert all(np.array_equal(a, b) for a, b in zip(model.get_weights(), made.get_weights(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -159,16 +138,6 @@ assert not {"keras", "tensorflow"} & set(sys.modules)
 import numpy
 print(sealed.load()(numpy.ones((1, 3))).numpy().tolist())
 """
-
-
-def test_losses_keep_what_their_config_does_not_say_and_optimizers_their_schedules() -> None:
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9)
-    loss, crossentropy, optimizer = KerasPickle.of(
-        [OwnLoss(3.0), keras.losses.BinaryCrossentropy(from_logits=True), keras.optimizers.Adam(schedule)]
-    ).load()
-    assert loss.factor == 3.0
-    assert crossentropy.get_config()["from_logits"]
-    assert optimizer.get_config()["learning_rate"]["config"]["initial_learning_rate"] == 0.5
 
 
 @pytest.mark.nightly

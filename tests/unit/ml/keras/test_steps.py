@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from spark_elastic.collective.fused import FusedReduction
-from spark_elastic.data.dataset import Dataset, pack
+from spark_elastic.data.dataset import pack
 from spark_elastic.errors import HorovodInternalError, InvalidSettingsError
 from tests.unit.ml.keras import trainings
 from tests.unit.ml.keras.trainings import (
@@ -19,11 +19,9 @@ from tests.unit.ml.keras.trainings import (
     close,
     dense,
     in_float64,
-    in_worker,
     make_net,
     make_training,
 )
-from tests.unit.worlds import together
 
 
 def moving(**options):
@@ -81,21 +79,6 @@ class Losses(keras.callbacks.Callback):
             file.write(f"{logs['loss']!r}\n")
 
 
-@pytest.mark.nightly
-def test_running_means_are_those_of_one_worker_in_the_end(data, tmp_path):
-    from spark_elastic.ml.keras import serialization
-    from spark_elastic.ml.keras.engine import MODEL_FILE
-
-    results = together(in_worker, data, tmp_path, {}, {"norm": True}, count=3)
-    rows = next(Dataset.open(data / "plain").reader("validation", batch_size=1000).epoch(0))
-    with in_float64():
-        net = serialization.fill(make_net(norm=True), (tmp_path / MODEL_FILE).read_bytes())
-        net.compile(loss=trainings.cross_entropy())
-        loss = net.evaluate(rows["features_0"], rows["label_0"], verbose=0)
-    for result in results:
-        assert result["history"][-1]["val_loss"] == close(loss)
-
-
 def test_a_weight_of_two_is_a_row_that_comes_twice(tmp_path):
     generator = np.random.default_rng(1)
     rows = {"features_0": generator.normal(size=(12, 6)), "label_0": generator.integers(0, 3, 12)}
@@ -134,6 +117,33 @@ def test_half_precision_trains_and_its_gradients_are_bounded_as_they_are(data, t
     assert found[0][0] == pytest.approx(found[1][0], rel=0.02)
     assert found[0][1] == pytest.approx(found[1][1], abs=0.02)
     trainings.hvd.shutdown()
+
+
+@keras.saving.register_keras_serializable("test_steps")
+class DenseTable(keras.layers.Layer):
+    """What `Embedding` computes, with a gradient that is not sparse."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(7, 5), initializer=keras.initializers.RandomUniform(seed=4))
+
+    def call(self, words):
+        return keras.ops.matmul(keras.ops.one_hot(words, 7, dtype=self.dtype), self.table)
+
+
+@pytest.mark.parametrize("bound", [{"clip_norm": 0.1}, {"clip_value": 0.01}], ids=str)
+def test_bounds_of_sparse_gradients_are_those_of_dense_ones(bound, tmp_path):
+    """Words come several times in a batch, and the entries of a row count together."""
+    words = np.random.default_rng(4).integers(0, 7, (40, 4))
+    pack({"features_0": words, "label_0": words.max(1) % 3}, tmp_path / "plain")
+    found = []
+    for name in ("sparse", "dense"):
+        with in_float64():
+            initial = keras.initializers.RandomUniform(seed=4)
+            table = keras.layers.Embedding(7, 5, embeddings_initializer=initial) if name == "sparse" else DenseTable()
+            net = keras.Sequential([keras.Input((4,), dtype="int64"), table, keras.layers.Flatten(), dense(3, 2)])
+        alone(make_training(tmp_path, tmp_path / name, model=net, batch_size=8, epochs=2, **bound))
+        found.append(trainings.weights(tmp_path / name))
+    assert found[0] == close(found[1])
 
 
 # --- train_steps of one's own -------------------------------------------------------------------------

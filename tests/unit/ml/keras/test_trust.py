@@ -96,14 +96,6 @@ def changes(folder: Path) -> dict[str, Callable[[Any], None]]:
 
 
 @pytest.mark.parametrize("name", ["external_storage", "external_link", "soft_link", "virtual"])
-def test_archive_whose_weights_are_in_other_files_is_refused(name: str, tmp_path: Path) -> None:
-    archive = with_weights(serialization.model_to_archive(small_model()), changes(tmp_path)[name])
-    for safe in (True, False):
-        with pytest.raises(CheckpointError, match=r"^model\.weights\.h5 has .*: refused"):
-            serialization.model_from_archive(archive, safe=safe)
-
-
-@pytest.mark.parametrize("name", ["external_storage", "external_link", "soft_link", "virtual"])
 @pytest.mark.parametrize("suffix", ["keras", "h5"])
 def test_load_model_refuses_weights_in_other_files(name: str, suffix: str, tmp_path: Path) -> None:
     path, change = tmp_path / f"model.{suffix}", changes(tmp_path)[name]

@@ -17,7 +17,7 @@ from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, 
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.serving import Serving
-from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, make_set, settings, weights_of
+from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, settings, weights_of
 
 
 def wrong_net() -> nn.Module:
@@ -433,12 +433,6 @@ def test_a_fault_of_the_users_own_code_stays_the_error_that_it_is(dataset: Datas
     with pytest.raises(NameError) as caught:
         estimator(model=Buggy(6, 3), optimizer=torch.optim.SGD).from_dataset_path(dataset)
     assert any("x = " in str(frame.statement) and "test_dry_run" in str(frame.path) for frame in caught.traceback)
-
-
-def test_inputs_that_forward_does_not_take_are_described(tmp_path: Any) -> None:
-    rows = make_set(tmp_path, features_1=lambda count: torch.zeros(count, 2).numpy())
-    with pytest.raises(DataError, match=r"(?s)TypeError: .*positional.*features_1 float32 \[4, 2\]"):
-        estimator(model=nn.Linear(6, 3), optimizer=torch.optim.SGD).from_dataset_path(rows)
 
 
 @pytest.mark.parametrize(

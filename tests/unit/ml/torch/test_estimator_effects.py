@@ -17,47 +17,12 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, DatasetError, InvalidSettingsError
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.persistence import plain_and_objects
-from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, make_set, settings, weights_of
-
-
-def doubled(model: nn.Module, batch: Any) -> torch.Tensor:
-    return 2 * nn.functional.cross_entropy(model(*batch.inputs), batch.labels[0])
-
-
-def slower(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
-
-
-CHANGES_THE_WEIGHTS: dict[str, dict[str, Any]] = {
-    "optimizer": {"optimizer": torch.optim.Adam},
-    "loss": {"loss": nn.CrossEntropyLoss(label_smoothing=0.5)},
-    "lr_scheduler": {"lr_scheduler": slower},
-    "scheduler_interval": {"lr_scheduler": slower, "scheduler_interval": "step"},
-    "train_fn": {"loss": None, "train_fn": doubled},
-}
+from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, make_set, settings
 
 
 @pytest.fixture(scope="module")
 def plain(dataset: Dataset) -> Any:
     return estimator().from_dataset_path(dataset)
-
-
-@pytest.mark.parametrize("name", CHANGES_THE_WEIGHTS)
-def test_the_trained_weights_depend_on(name: str, dataset: Dataset, plain: Any) -> None:
-    changes = dict(CHANGES_THE_WEIGHTS[name])
-    reference = plain
-    if name == "scheduler_interval":
-        reference = estimator(lr_scheduler=slower).from_dataset_path(dataset)
-    assert weights_of(estimator(**changes).from_dataset_path(dataset)) != weights_of(reference)
-
-
-def test_settings_reach_the_workers(dataset: Dataset) -> None:
-    options = {"order": "lanes", "prefetch": 1}
-    made = estimator(gradient_compression="bf16", accumulation_steps=4, device="cpu", data_options=options)
-    made.from_dataset_path(dataset)
-    given = made.training
-    assert (given.compression, given.accumulation, given.device) == ("bf16", 4, "cpu")
-    assert (given.order, given.prefetch) == ("lanes", 1)
 
 
 def test_model_is_what_is_trained_and_is_not_changed(dataset: Dataset) -> None:

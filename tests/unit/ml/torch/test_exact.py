@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -181,16 +180,6 @@ def storm(seed: int, sets: Path, folder: Path, expected: dict[tuple[str, int], s
 @pytest.mark.parametrize("seed", by_night(range(3), but=[0]))
 def test_kills_and_arrivals_change_no_bit(seed, sets, tmp_path):
     storm(seed, sets, tmp_path, {})
-
-
-@pytest.mark.nightly
-def test_many_schedules_of_kills_and_arrivals_change_no_bit(sets, tmp_path):
-    """FIRST_SEED: the first of 40 schedules."""
-    expected: dict[tuple[str, int], str] = {}
-    first = int(os.environ.get("FIRST_SEED", "100"))
-    for seed in range(first, first + 40):
-        storm(seed, sets, tmp_path / str(seed), expected)
-        print(f"schedule {seed} ok", flush=True)
 
 
 # --- the estimator ------------------------------------------------------------------------------------

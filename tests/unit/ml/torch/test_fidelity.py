@@ -21,6 +21,7 @@ from spark_elastic.ml.torch.fidelity import differences
 from spark_elastic.runs.tensors import from_bytes
 from spark_elastic.wire.pickling import dumps
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, settings
+from tests.unit.ml.torch.trainings import Sometimes
 
 
 def sgd(net: nn.Module) -> torch.optim.Optimizer:
@@ -127,10 +128,15 @@ def with_a_part_in_eval_mode() -> tuple[nn.Module, Any]:
     return net, sgd(net)
 
 
+def with_layers_that_few_rows_use() -> tuple[nn.Module, Any]:
+    net = Sometimes(sparse=False)
+    return net, torch.optim.AdamW(net.parameters(), lr=0.05, weight_decay=0.1)
+
+
 @pytest.mark.parametrize(
     "make",
     [
-        *(with_frozen_rows, with_clamped_weights, with_shared_memory),
+        *(with_frozen_rows, with_clamped_weights, with_shared_memory, with_layers_that_few_rows_use),
         *(with_own_attribute, with_parametrizations, with_a_part_in_eval_mode),
     ],
     ids=lambda make: make.__name__,

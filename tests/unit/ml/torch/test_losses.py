@@ -185,27 +185,6 @@ def test_own_loss_by_rows_or_as_two_numbers_is_reduced_as_such(loss, output, lab
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-12, atol=1e-14)
 
 
-def test_weights_of_one_change_nothing_for_an_own_numerator_by_row():
-    whole = batch(TOKEN_SCORES, labels=(MANY,), weights=torch.ones(ROWS).double())
-    found, _ = step(Objective(by_token, None, labels=1, weighted=True), whole, [5, 8])
-    assert found == pytest.approx(nn.CrossEntropyLoss()(TOKEN_SCORES, MANY).item(), rel=1e-12)
-
-
-@pytest.mark.parametrize("sizes", SHARES, ids=str)
-def test_several_losses_are_divided_by_a_denominator_each(sizes):
-    losses = [nn.CrossEntropyLoss(), over_tokens, nn.MSELoss(), nn.L1Loss(reduction="sum")]
-    outputs, labels = (SCORES, TOKEN_SCORES, SCORES, SCORES), (ONE, MANY, PROBABLE, PROBABLE)
-    leaves = [each.clone().requires_grad_() for each in outputs]
-    plain = [losses[0], nn.CrossEntropyLoss(), *losses[2:]]
-    pairs = zip(plain, leaves, labels, strict=True)
-    total = sum(weight * loss(leaf, label) for weight, (loss, leaf, label) in zip([2, 1, 0.5, 3], pairs, strict=True))
-    total.backward()
-    objective = Objective(losses, None, labels=4, weighted=False, loss_weights=[2, 1, 0.5, 3])
-    _, gradients = step(objective, batch(*outputs, labels=labels), sizes)
-    for gradient, leaf in zip(gradients, leaves, strict=True):
-        torch.testing.assert_close(gradient, leaf.grad, rtol=1e-12, atol=1e-14)
-
-
 def test_batch_without_any_label_that_counts_has_no_gradient():
     nothing = torch.full((ROWS,), -100)
     loss, (gradient,) = step(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict
-
 import pytest
 import torch
 from torch import nn
 
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
-from spark_elastic.ml.torch.objective import Objective, TorchBatch, outputs_of
+from spark_elastic.ml.torch.objective import Objective, TorchBatch
 from tests.unit.ml.torch.trainings import ListMetric, SumMetric, accuracy, label_sum
 
 ROWS = 11
@@ -50,9 +48,6 @@ def classes(rows=ROWS, seed=2):
     return torch.randint(0, 3, (rows,), generator=torch.Generator().manual_seed(seed))
 
 
-WEIGHTED = nn.CrossEntropyLoss(torch.tensor([0.1, 2.0, 5.0], dtype=torch.float64))
-
-
 def own_mean(output, label):
     return (output.logsumexp(1) - output.gather(1, label[:, None])[:, 0]).mean()
 
@@ -88,11 +83,6 @@ def test_several_losses_are_multiplied_by_their_weights():
     assert objective.share(measured, ROWS, measured.counts).item() == pytest.approx(2 * first + 0.5 * second)
     logs = objective.means([value.item() for value in measured.sums], measured.counts)
     assert logs == pytest.approx({"loss": 2 * first + 0.5 * second, "loss_0": first, "loss_1": second})
-
-
-def test_without_labels_the_loss_is_of_the_input():
-    measured = Objective(nn.MSELoss(), None, labels=0, weighted=False).forward(Fixed(), batch(scores(), labels=()))
-    assert measured.sums[0].item() == 0
 
 
 def test_train_fn_computes_the_loss_itself():
@@ -172,11 +162,6 @@ def test_torchmetrics_without_states_of_their_own_are_refused():
         TorchMetricAccumulator(objective, {"mine": Stateless()})
 
 
-def test_the_mean_by_class_weights_is_the_same_for_an_epoch_as_for_a_batch():
-    logs, _ = measured(WEIGHTED, {}, batch(scores(), labels=(classes(),)), [5, 6])
-    assert logs["loss"] == pytest.approx(WEIGHTED(scores(), classes()).item())
-
-
 @pytest.mark.parametrize(
     ("metric", "error", "message"),
     [
@@ -196,8 +181,3 @@ def test_metric_of_several_outputs_sees_all_or_the_chosen_one():
     assert logs["both"] == 4
     assert logs["first"] == pytest.approx(accuracy(scores(), classes()).item())
     assert set(logs) == {"loss", "loss_0", "loss_1", "first", "both"}
-
-
-@pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict])
-def test_the_outputs_of_any_mapping_are_its_values_in_order(kind):
-    assert outputs_of(kind(b=1, a=2)) == (1, 2)

@@ -164,28 +164,6 @@ def test_checkpoint_dir_that_is_a_file_is_refused(dataset: Dataset, tmp_path: Pa
         estimator(checkpoint_dir=str(tmp_path / "file"), run_id="a").from_dataset_path(dataset)
 
 
-class Away(HereEstimator):
-    """An estimator whose storage fails after the training, when the model has come with the results."""
-
-    def run_job(self, training: TorchTraining) -> list[Any]:
-        (result,) = super().run_job(training)
-        self.patch.setattr(Store, "list", self.refuse)
-        return [dataclasses.replace(result, unsaved={"model.pt": training.store.read_bytes("model.pt")})]
-
-    patch: pytest.MonkeyPatch
-
-    def refuse(self, *_: Any, **__: Any) -> Any:
-        raise TimeoutError("the storage is away")
-
-
-def test_model_comes_with_the_results_if_the_storage_is_away(
-    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = Away(**settings(checkpoint_dir=str(tmp_path), run_id="a"))
-    made.patch = monkeypatch
-    assert len(made.from_dataset_path(dataset).history) == 2
-
-
 def test_resume_false_keeps_folders_that_are_not_runs(dataset: Dataset, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "thesis.txt").write_text("years")

@@ -16,7 +16,7 @@ from spark_elastic.ml.callbacks import LambdaCallback
 from spark_elastic.ml.torch.engine import single_row_norm
 from spark_elastic.ml.torch.objective import BatchMaker
 from spark_elastic.ml.torch.spec import MODEL_FILE, build_optimizer
-from spark_elastic.ml.training.engine import host_cores, threads_for
+from spark_elastic.ml.training.engine import host_cores
 from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.trainings import EPOCHS, STEPS, alone, make_net, make_training
@@ -214,11 +214,6 @@ def test_thawing_a_parameter_during_the_training_is_refused(event, data, tmp_pat
     thaw = LambdaCallback(**{event: lambda run: run.model[0].weight.requires_grad_(True)})
     with pytest.raises(InvalidSettingsError, match=r"requires_grad of 0\.weight was set to True"):
         alone(make_training(data, tmp_path, model=net, callbacks=[thaw]))
-
-
-def test_workers_of_a_host_share_its_cores():
-    assert [threads_for(None, 8, workers) for workers in (1, 2, 3, 8, 20)] == [8, 4, 2, 1, 1]
-    assert threads_for(3, 8, 8) == 3
 
 
 @pytest.mark.parametrize(

@@ -90,26 +90,6 @@ def test_rank_0_that_is_killed_while_it_writes_changes_nothing(file, half, data,
 
 
 @pytest.mark.nightly
-def test_two_kills_one_after_the_other_change_nothing(data, tmp_path, undisturbed):
-    with WorldDriver(start_with=3) as driver:
-        plans = {1: ("on_batch_end", 3), 3: ("forward", 2 * STEPS_AN_EPOCH)}
-        driver.start(in_worker, data, tmp_path, plans, count=3)
-        (result,) = driver.results(1)
-        assert_as_undisturbed(result, tmp_path, undisturbed)
-        assert len(driver.worlds) == 3
-
-
-@pytest.mark.nightly
-def test_metrics_with_states_count_each_row_once_through_a_kill_in_a_validation(data, tmp_path):
-    variant, kill = "metrics with states", ("forward", STEPS_AN_EPOCH + 2)
-    single = trainings.make_training(data, tmp_path / "alone", **trainings.variant_of(variant))
-    expected = trainings.alone(single), trainings.weights(tmp_path / "alone")
-    for result in together(in_worker, data, tmp_path / "three", {2: kill}, variant, count=3, left=2):
-        assert_as_undisturbed(result, tmp_path / "three", expected)
-        assert result["history"][0]["outputs_count"] == ROWS
-
-
-@pytest.mark.nightly
 def test_running_means_are_those_of_one_worker_in_the_end(data, tmp_path):
     results = together(trainings.in_worker_with_norm, data, tmp_path, count=3)
     rows = next(Dataset.open(data).reader("validation", batch_size=1000).epoch(0))

@@ -67,7 +67,31 @@ class Counting(torch.nn.Module):
         return x * (1 + 0.1 * self.passes)
 
 
-def make_net(*, dropout: float = 0.0, norm: bool = False, counting: bool = False) -> torch.nn.Sequential:
+class Sometimes(torch.nn.Module):
+    """A model with layers and a table for rows of a kind, and a layer that nothing calls."""
+
+    def __init__(self, *, sparse: bool, norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.enter = torch.nn.Sequential(torch.nn.Linear(6, 6), *([torch.nn.BatchNorm1d(6)] if norm else []))
+        self.base, self.rare, self.never = (torch.nn.Linear(6, 3) for _ in range(3))
+        self.table = torch.nn.Embedding(4, 3, sparse=sparse)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        entered = self.enter(features)
+        out = self.base(entered)
+        if (rare := features[:, 0] > 1.4).any():
+            out = out.index_add(0, rare.nonzero()[:, 0], self.rare(entered[rare]))
+        if (many := features[:, 1] > 0.8).any():
+            out = out.index_add(0, many.nonzero()[:, 0], self.table((features[many][:, 2] > 0).long()))
+        return out
+
+
+def make_net(
+    *, dropout: float = 0.0, norm: bool = False, counting: bool = False, sometimes: bool = False, sparse: bool = False
+) -> torch.nn.Module:
+    if sometimes:
+        return Sometimes(norm=norm, sparse=sparse).double()
     torch.manual_seed(3)
     layers: list[torch.nn.Module] = [torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)]
     if counting:
@@ -90,7 +114,7 @@ def label_sum(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 def make_training(data: Path, folder: Path, **changes: Any) -> TorchTraining:
-    made = {name: changes.pop(name, False) for name in ("dropout", "norm", "counting")}
+    made = {name: changes.pop(name, False) for name in ("dropout", "norm", "counting", "sometimes", "sparse")}
     net = changes.pop("model", None) or make_net(**made)
     settings: dict[str, Any] = {
         "model": net,
@@ -219,6 +243,14 @@ def adam(params: list[Any]) -> torch.optim.Optimizer:
     return torch.optim.Adam([{"params": params[:2], "lr": 0.01}, {"params": params[2:], "weight_decay": 0.1}], lr=0.02)
 
 
+def adamw(params: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.05, weight_decay=0.1)
+
+
+def plain_sgd(params: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)  # its momentum of sparse gradients is sparse, which is refused
+
+
 def of_last_layer(params: list[Any]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params[2:], lr=0.1)
 
@@ -277,6 +309,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a batch larger than the set": {"batch_size": 1000},
     "batches of two rows, fewer than workers": {"batch_size": 2, "epochs": 1},
     "states of forward passes, a last batch of two rows": {"counting": True, "batch_size": 67, "epochs": 2},
+    "rare layers": {"sometimes": True, "optimizer": adamw, "clip_norm": 0.3, "accumulation": 2},
+    "rare layers, a last batch of one row": {"sometimes": True, "norm": True, "batch_size": 101},
+    "rare sparse gradients": {
+        "sometimes": True,
+        "sparse": True,
+        "optimizer": plain_sgd,
+        "clip_norm": 0.3,
+    },
     "batch normalisation": {"norm": True},
     "batch normalisation, a last batch of one row": {"norm": True, "batch_size": 101},
     "batch normalisation with class weights": {
