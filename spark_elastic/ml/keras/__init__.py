@@ -1,1 +1,1 @@
-"""The Keras side of the estimators. `estimator` and `model` are public; `training.train` is what runs in a worker."""
+"""The Keras side of the estimators. `estimator` and `model` are public; `train.train` is what runs in a worker."""

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
+from spark_elastic.collective.negotiation import Negotiation
+from spark_elastic.collective.process import process
 from spark_elastic.collective.reduce import STALL_S
 from tests.unit.torch.test_collectives import together
 from tests.unit.torch.test_mismatches import raised
@@ -190,6 +192,60 @@ def test_sets_that_a_newcomer_does_not_share_are_an_error_on_every_member():
             assert error[0] == "MismatchError"
             assert "rank 0: [[0, 1]]" in error[1]
             assert "rank 2: [[0, 2]]" in error[1]
+
+
+# --- groups that are used in different orders ----------------------------------------------------------
+
+
+def when(path) -> None:
+    """Wait until a file exists."""
+    while not path.exists():
+        time.sleep(1e-3)
+
+
+def waits_in_another_order(folder, queues: str):
+    """Wait for two groups in an order that differs between two ranks, each of which first compares the other group.
+
+    Rank 0 waits for the world and rank 1 for the host. Rank 0 begins to compare the host's queues when rank 1 has seen
+    that they are not compared yet, and rank 1 then begins to compare those of the world.
+    """
+    hvd.init()
+    rank, begin = hvd.rank(), Negotiation._start
+    hvd.allreduce(torch.ones(1), process_set=hvd.local_process_set)
+
+    def begins(negotiation):
+        first = negotiation._comparison is None
+        is_world = negotiation._group is process.group()
+        if first and rank == 0 and not is_world:
+            when(folder / "rank 1 is about to begin")
+        elif first and rank == 1 and is_world:
+            (folder / "rank 1 is about to begin").touch()
+            when(folder / "rank 0 has begun")
+        begin(negotiation)
+        if rank == 0 and not is_world:
+            (folder / "rank 0 has begun").touch()
+
+    Negotiation._start = begins
+    both = (hvd.global_process_set, hvd.local_process_set)
+    mine = torch.tensor([rank])
+    if queues == "alike":
+        handles = [hvd.allgather_async(mine, process_set=chosen) for chosen in both]
+    else:
+        handles = [hvd.allreduce_async(mine, op=hvd.Sum, name="a", process_set=chosen) for chosen in both]
+        if rank == 0:
+            early = [hvd.allreduce_async(mine, op=hvd.Sum, name="b", process_set=chosen) for chosen in both]
+    out = [hvd.synchronize(handle).tolist() for handle in (handles if rank == 0 else handles[::-1])]
+    if queues != "alike":
+        late = early if rank == 0 else [hvd.allreduce_async(mine, op=hvd.Sum, name="b", process_set=c) for c in both]
+        out += [hvd.synchronize(handle).tolist() for handle in late]
+    return out
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("queues", ["alike", "different"])
+def test_members_that_compare_two_groups_in_different_orders_do_not_block_one_another(queues, tmp_path):
+    expected = [[0, 1]] * 2 if queues == "alike" else [[1]] * 4
+    assert together(waits_in_another_order, 2, args=(tmp_path, queues)) == [expected] * 2
 
 
 def uses_a_set_while_another_collective_is_under_way():
