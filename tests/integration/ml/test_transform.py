@@ -264,7 +264,7 @@ def test_what_cannot_be_done_is_said_when_transform_is_called(rows: Any) -> None
         model.transform(rows, {model.prediction: "argmax"})
     with pytest.raises(InvalidSettingsError, match="nothing to add"):
         model.transform(rows, {model.output_cols: [], model.prediction_col: ""})
-    with pytest.raises(InvalidSettingsError, match="was not returned by fit"):
+    with pytest.raises(InvalidSettingsError, match="was not made by fit"):
         ElasticTorchModel().transform(rows)
 
 
