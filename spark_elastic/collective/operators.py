@@ -71,7 +71,8 @@ def resolve_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
 
 def check_gradient_op(op: ReduceOp, predivide: float) -> None:
     """Raise UsageError for another operator than Average or Sum, or a predivide factor without Average."""
-    _ = op.gloo  # refuses Adasum
+    if op is Adasum:
+        _ = op.gloo  # raises
     if op not in (Average, Sum):
         raise UsageError(f"gradients are reduced with op=hvd.Average or op=hvd.Sum, not {op}")
     if predivide != 1.0 and op is not Average:

@@ -145,6 +145,13 @@ class Request:
     shard_bytes: int = SHARD_BYTES
     pre_shuffle: str | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("tensors", "dtypes", "shapes", "pad_to", "sparse"):
+            object.__setattr__(self, name, dict(getattr(self, name) or {}))
+        object.__setattr__(self, "variable", tuple(self.variable or ()))
+        if not isinstance(self.allow_nan, bool):
+            object.__setattr__(self, "allow_nan", tuple(self.allow_nan))
+
     def check(self) -> None:
         """Raise InvalidSettingsError for a value that is impossible with any DataFrame."""
         if not self.tensors or not all(self.tensors.values()):
@@ -191,8 +198,6 @@ class Request:
             },
             "dtypes": {name: np.dtype(dtype).str for name, dtype in self.dtypes.items()},
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-            "pad_to": dict(self.pad_to),
-            "sparse": dict(self.sparse),
             "variable": sorted(self.variable),
             "allow_nan": self.allow_nan if isinstance(self.allow_nan, bool) else sorted(self.allow_nan),
         }

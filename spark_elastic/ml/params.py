@@ -55,8 +55,8 @@ def real(*, above: float | None = None, at_least: float | None = None) -> Callab
     return convert
 
 
-def one_of(*choices: str) -> Converter:
-    return accepting(f"one of {', '.join(map(repr, choices))}", lambda value: value in choices, str)
+def one_of(*choices: str, hint: str = "") -> Converter:
+    return accepting(f"one of {', '.join(map(repr, choices))}", lambda value: value in choices, str, hint)
 
 
 text: Callable[[str, str], str] = accepting("a name", lambda value: isinstance(value, str) and value, str)

@@ -143,7 +143,7 @@ class BatchParams(ElasticParams):
     consistency, getConsistency, setConsistency = setting(
         "'trajectory': the same batches for any number of workers, and results that are equal up to rounding and "
         "random numbers. 'exact' (PyTorch): the same bits, in slower steps; see virtual_workers.",
-        to.one_of(*get_args(Consistency)),
+        to.one_of(*get_args(Consistency), hint="; for batches that grow with the workers, set per_worker_batch_size"),
         default="trajectory",
     )
     transformation_fn, getTransformationFn, setTransformationFn = setting(
@@ -390,6 +390,6 @@ class OutputParams(ElasticParams):
         ]
         if repeated := [name for name in added if added.count(name) > 1]:
             raise InvalidSettingsError(
-                f"{repeated[0]!r} would be {len(repeated)} of the output columns; give output_cols, prediction_col, "
+                f"{repeated[0]!r} would be {added.count(repeated[0])} of the output columns; give output_cols, prediction_col, "
                 "probability_col and raw_prediction_col different names"
             )

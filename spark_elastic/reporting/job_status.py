@@ -25,6 +25,7 @@ from spark_elastic.wire.messages import EpochEnded, LiveProgress
 VERSION = 1  # version of the document. Fields may be added within a version; one that is removed or changed raises it.
 MEASURE_S = 0.9  # the shortest time between two measurements of a worker's steps
 MOST_EPOCHS = 400
+STORED_EPOCHS = 5_000
 MOST_SIZES = 400
 MOST_EVENTS = 200
 MOST_HOSTS = 200
@@ -89,7 +90,8 @@ class StatusModel:
         self._wait_began = now
         self._heartbeats: dict[WorkerId, _Heartbeats] = {}
         self._live: tuple[LiveProgress, Speed] | None = None
-        self._epochs: list[EpochEnded] = []
+        self._epochs: list[EpochEnded] = []  # of very many a part
+        self._epoch_count = 0
         self._sizes: list[tuple[float, int]] = [(now, 0)]  # the size of the world and when it changed to that
 
     # --- input, from the driver's thread --------------------------------------------------------------
@@ -145,6 +147,9 @@ class StatusModel:
         with self._lock:
             if not self._epochs or message.epoch > self._epochs[-1].epoch:
                 self._epochs.append(message)
+                self._epoch_count += 1
+            if len(self._epochs) > 2 * STORED_EPOCHS:
+                self._epochs = _thin(self._epochs, STORED_EPOCHS, _first_value)
 
     # --- output, from any thread ----------------------------------------------------------------------
 
@@ -189,7 +194,7 @@ class StatusModel:
                 "hosts": _hosts(rows),
                 "workers": {"count": len(rows), "rows": rows if len(rows) <= MOST_WORKERS else []},
                 "epochs": {
-                    "count": len(self._epochs),
+                    "count": self._epoch_count,
                     "rows": [
                         {"epoch": each.epoch, "seconds": _rounded(each.seconds), "values": _plain_values(each.values)}
                         for each in _thin(self._epochs, MOST_EPOCHS, _first_value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pickle
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 LARGE_FUNCTION_BYTES = 128 * 1024
 """Functions from this size on are sent in one broadcast for all slots."""
+_LOCAL_CLUSTER = re.compile(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]")
 _IN_PLACES = ("Sort [", "InMemoryTableScan")
 """Parts of plans after which partitions have an order and a place."""
 _PLACES_ASKED = 16
@@ -157,7 +159,13 @@ class ClassicCluster(Cluster):
         return SlotCount(now, max(int(most_executors) * per_executor, now), where)
 
     def fixed_slots(self) -> int | None:
-        return jvm.slots_now(jvm.jvm_context(self.context)) if self.is_local else None
+        now = jvm.slots_now(jvm.jvm_context(self.context))
+        if self.is_local:
+            return now
+        sizes = _LOCAL_CLUSTER.fullmatch(self.master)
+        if sizes is None or self.allocates_dynamically():
+            return None
+        return max(int(sizes[1]) * (int(sizes[2]) // int(self.setting("spark.task.cpus", "1") or 1)), now)
 
     def slots_free(self) -> int | None:
         context = jvm.jvm_context(self.context)

@@ -161,8 +161,10 @@ def probe(cluster: Cluster, look: Look, num_proc: int, timeout_s: float, waiting
             return Probe(found.seen[:num_proc])
     task, name = _looking_task(look, cluster.needed_by_workers), f"spark_elastic: discovery of {num_proc} slots"
     run, said = cluster.start_tasks(task, width, name, barrier=width > 1), False
-    while not run.over.wait(_LOOK_S) or (cluster.remote and run.error is not None and was_interrupted(run.error)):
-        if run.over.is_set():
+    while True:
+        if run.over.wait(_LOOK_S):
+            if not (cluster.remote and run.error is not None and was_interrupted(run.error)):
+                break
             log.info("the probe's tasks were cancelled on the server; they are started again")
             run = cluster.start_tasks(task, width, name, barrier=width > 1)
             waiting.stop.wait(_POLL_S)

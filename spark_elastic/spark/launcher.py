@@ -130,6 +130,8 @@ class SparkLauncher:
         pass  # only `QueuedLauncher` needs it
 
     def gone(self) -> str | None:
+        if threading.current_thread() is self._thread:  # it talks to the JVM anyway, on a connection of its own
+            return loss_in_words(cause) if (cause := why_gone(self.sc)) else None
         # A JVM that hangs must not block the driver: ask in another thread and wait for it a second at most.
         answer: list[LossCause | None] = []
 

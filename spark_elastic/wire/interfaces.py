@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 import struct
@@ -137,13 +138,19 @@ def on_this_machine(address: str) -> str:
     """Return `THIS_MACHINE` for any address of this machine, listed or not, and others as they are."""
     if not is_address(address):
         return address
-    if not is_loopback(address):
+    elsewhere = "2001:db8::1" if is_ipv6(address) else "192.0.2.1"  # can be bound with net.ipv4.ip_nonlocal_bind only
+    own = is_loopback(address) or address in own_addresses() or (_can_bind(address) and not _can_bind(elsewhere))
+    return THIS_MACHINE if own else address
+
+
+def _can_bind(address: str) -> bool:
+    """Return True if a socket can have this address. Raise OSError if the process has no descriptor left."""
+    with socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET) as probe:
         try:
-            with socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET) as probe:
-                probe.bind((address, 0))
-        except OSError:  # of another machine
-            return address
-    return THIS_MACHINE
+            probe.bind((address, 0))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return True
 
 
 def is_loopback(address: str) -> bool:

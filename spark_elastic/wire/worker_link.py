@@ -237,6 +237,17 @@ class WorkerLink:
         value: bytes = self._await_in_round(round, key, timeout_s, f"value of {key}")
         return value
 
+    def kv_wait(self, round: int, key: str) -> bytes | None:
+        """Wait until the key is set, and return its value; None if the round ends before.
+
+        Raises nothing then, unlike `kv_get`: an elastic loop takes the HorovodInternalError of any thread for its own.
+        """
+        self._send(wire.KvGet(round, key))
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._replies or self._is_over(round))
+            value: bytes | None = self._replies.pop(key, None)
+        return value
+
     def gather(self, round: int, name: str, rank: int, size: int, value: str, timeout_s: float) -> Sequence[str]:
         """Return the values of all members of the group `name` of a round, by rank in it; each of them calls this.
 
@@ -252,7 +263,7 @@ class WorkerLink:
         deadline = clock.monotonic() + timeout_s
         with self._changed:
             while key not in self._replies:
-                if self._cut_round >= round or self._newest_round() > round:
+                if self._is_over(round):
                     raise HorovodInternalError(f"round {round} has ended: {self._cut_why}")
                 left = deadline - clock.monotonic()
                 if left <= 0:
@@ -279,6 +290,9 @@ class WorkerLink:
         if not over:
             self._after_loop = False
             self._beat_now.set()
+
+    def _is_over(self, round: int) -> bool:
+        return self._cut_round >= round or self._newest_round() > round
 
     def _newest_round(self) -> int:
         return self._assignment.world.round if self._assignment is not None else 0

@@ -151,6 +151,12 @@ class WorldLink:
         self.send("set", round, key, value)
 
     def kv_get(self, round: int, key: str, timeout_s: float) -> bytes:
+        value = self.kv_wait(round, key, timeout_s)
+        if value is None:
+            raise HorovodInternalError(f"round {round} was cut: {self._cut[1]}")
+        return value
+
+    def kv_wait(self, round: int, key: str, timeout_s: float | None = None) -> bytes | None:
         with self._changed:
             self._requests += 1
             request = self._requests
@@ -160,7 +166,7 @@ class WorldLink:
             if request in self._values:
                 return self._values.pop(request)
         if done:
-            raise HorovodInternalError(f"round {round} was cut: {self._cut[1]}")
+            return None
         raise TimeoutError(f"{key} was not set within {timeout_s} s")
 
 

@@ -187,6 +187,14 @@ def learning_rate_of(optimizer: Any) -> Any:
     return rate if isinstance(rate, keras.Variable) else None
 
 
+class _ResettableHandler(StateDictHandler):
+    """The handler of an object with `state_dict` and `load_state_dict`; calls its `reset`, if any, in a new world."""
+
+    def reset(self) -> None:
+        if callable(reset := getattr(self.value, "reset", None)):
+            reset()
+
+
 class VariableList(list[Variable]):
     """A value of a state that consists of variables in a fixed order."""
 
@@ -209,4 +217,4 @@ def handler_for(value: Any, models: Callable[[], Mapping[str, Any]]) -> StateHan
         return VariablesHandler(value, "the seed generator", lambda generator: [generator.state])
     if isinstance(value, ElasticSampler):
         return SamplerStateHandler(value)
-    return StateDictHandler(value) if isinstance(value, HasStateDict) else None
+    return _ResettableHandler(value) if isinstance(value, HasStateDict) else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -261,6 +263,44 @@ def test_a_newcomer_steps_alone_before_the_loop_and_takes_the_state_there():
         "exchanged": [3.0, 3.0],
         "position": (1, 2),
     }
+
+
+def train_while_a_peer_dies_in_the_optimizers_step():
+    """Rank 1 dies in its optimizer's step, and rank 0 learns of it within its own, as it waits for joined ranks."""
+    hvd.init()
+    applied = []
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure=None):
+            if hvd.size() == 2 and state.step == 4:
+                if hvd.rank() == 1:
+                    die()
+                process.group().report_stall(True)
+                (waiting,) = [each for each in threading.enumerate() if each.name == "spark-elastic-join"]
+                waiting.join()
+            return super().step(closure)
+
+    model = torch.nn.Linear(3, 1)
+    state = hvd.elastic.TorchState(model, hvd.DistributedOptimizer(Slow(model.parameters(), lr=0.1)), step=0)
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.step < 8:
+            state.optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            state.optimizer.step()
+            applied.append(state.step)
+            state.step += 1
+            state.check_host_updates()
+
+    loop(state)
+    return applied
+
+
+def test_a_step_that_was_reduced_before_the_loss_is_marked_after_it():
+    with WorldDriver(start_with=2) as driver:
+        driver.start(train_while_a_peer_dies_in_the_optimizers_step, count=2)
+        assert driver.results(1) == [list(range(8))]
 
 
 class OptionsState(hvd.elastic.State):
