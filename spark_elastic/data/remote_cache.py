@@ -165,7 +165,7 @@ class ShardCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        with (self.root / "lock").open("ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        with os.fdopen(os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 

@@ -34,11 +34,15 @@ class Listener(Protocol):
     def worker_gone(self, worker: WorkerId, why: str) -> None: ...
 
 
+MAX_ROUND_BYTES = 64 * 2**20  # of broken workers: the members of a group send about 100 bytes each
+
+
 class RoundKeyValues:
     """The key-value store of Gloo's rendezvous, for the newest round. Requests wait until their key is set."""
 
     def __init__(self) -> None:
         self._round = 0
+        self._bytes = 0
         self._values: dict[str, bytes] = {}
         #: The functions that answer the requests for a key, by key.
         self._waiting: dict[str, list[Callable[[bytes], None]]] = {}
@@ -49,6 +53,7 @@ class RoundKeyValues:
     def start_round(self, round: int) -> None:
         """Drop the values and the waiting requests of the previous round."""
         self._round = round
+        self._bytes = 0
         self._values.clear()
         self._waiting.clear()
         self._gatherings.clear()
@@ -57,6 +62,7 @@ class RoundKeyValues:
         """Store a value, and answer the requests that waited for it."""
         if round != self._round:
             return  # a late message of a round that is over
+        self._count(len(key) + len(value))
         self._values[key] = value
         for answer in self._waiting.pop(key, ()):
             answer(value)
@@ -75,10 +81,11 @@ class RoundKeyValues:
         them all.
 
         Raises:
-            ProtocolError: The members disagree about the size of their group.
+            ProtocolError: The members disagree about the size of their group, or send too much, as with `set`.
         """
         if sent.round != self._round:
             return  # a late message of a round that is over
+        self._count(len(sent.name) + len(sent.value))
         size, members = self._gatherings.setdefault(sent.name, (sent.size, {}))
         if size != sent.size:
             raise ProtocolError(f"a member of {sent.name!r:.80} says that it has {sent.size} members, not {size}")
@@ -87,8 +94,14 @@ class RoundKeyValues:
             del self._gatherings[sent.name]
             values = tuple(members[rank][0] for rank in range(size))
             body = encode(wire.KvGathered(sent.round, sent.name, values))
+            self._bytes -= sum(len(sent.name) + len(value) for value in values)
             for _, each in members.values():
                 each(body)
+
+    def _count(self, nbytes: int) -> None:
+        self._bytes += nbytes
+        if self._bytes > MAX_ROUND_BYTES:
+            raise ProtocolError(f"round {self._round} stored more than {MAX_ROUND_BYTES} bytes of rendezvous data")
 
 
 class RendezvousServer:

@@ -390,6 +390,6 @@ class OutputParams(ElasticParams):
         ]
         if repeated := [name for name in added if added.count(name) > 1]:
             raise InvalidSettingsError(
-                f"{repeated[0]!r} would be {added.count(repeated[0])} of the output columns; give output_cols, prediction_col, "
-                "probability_col and raw_prediction_col different names"
+                f"{repeated[0]!r} would be {added.count(repeated[0])} of the output columns; give output_cols, "
+                "prediction_col, probability_col and raw_prediction_col different names"
             )

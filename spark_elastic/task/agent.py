@@ -239,6 +239,9 @@ class _Agent:
                     )
                     authenticated = await asyncio.wait_for(opened, share)
                 except (OSError, asyncio.TimeoutError) as error:
+                    stream, self._stream = self._stream, None
+                    if stream is not None:
+                        stream.abort("no answer in time")
                     failures[host, port] = f"{with_port(host, port)}: {error or 'no answer'}"
                     continue
                 if authenticated:
@@ -253,6 +256,10 @@ class _Agent:
         why = f"cannot reach the driver from {self._report.host}: {'; '.join(failures.values())}"
         self._finish_because(why, LossKind.UNREACHABLE)
 
+    def _on_closed(self, stream: MessageStream, why: str) -> None:
+        if stream is self._stream:  # not that of an attempt that was given up
+            self._finish_because(f"the channel to the driver is gone: {why}", LossKind.UNEXPLAINED)
+
     def _new_stream(self, opened: asyncio.Future[bool]) -> MessageStream:
         """Return the stream of a connection; `opened` gets True if the driver is authenticated, else False."""
 
@@ -266,9 +273,7 @@ class _Agent:
             encrypt=self._order.encrypt,
             on_open=lambda stream: answer(True),
             on_message=self._on_message,
-            on_closed=lambda stream, why: self._finish_because(
-                f"the channel to the driver is gone: {why}", LossKind.UNEXPLAINED
-            ),
+            on_closed=self._on_closed,
             on_unauthenticated=lambda stream: answer(False),
         )
         return self._stream

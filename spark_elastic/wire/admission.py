@@ -58,7 +58,7 @@ class Admission:
         sock.setblocking(False)
         sock.listen(_BACKLOG)
         self._sock = sock
-        self._run(self._accept(sock))
+        self._run(self._accept_always(sock))
 
     def close(self) -> list[MessageStream]:
         """Stop listening. Returns the streams that are in their handshake."""
@@ -85,6 +85,15 @@ class Admission:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _accept_always(self, sock: socket.socket) -> None:
+        while True:
+            try:
+                await self._accept(sock)
+            except Exception as error:  # for example of a handler of the log; without this task nobody could join
+                about = {"message": "accepting connections failed", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(about)
+                await asyncio.sleep(IDLE_S)
 
     async def _accept(self, sock: socket.socket) -> None:
         for number in itertools.count(1):

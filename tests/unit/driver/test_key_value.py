@@ -35,6 +35,13 @@ def test_a_new_round_forgets_values_and_requests_of_the_old_one(store):
     assert answers == [b"new"]
 
 
+def test_a_worker_cannot_fill_the_drivers_memory(store):
+    for key in ("a", "b"):
+        store.set(1, key, bytes(30 << 20))
+    with pytest.raises(ProtocolError, match="more than 67108864 bytes"):
+        store.set(1, "c", bytes(30 << 20))
+
+
 def test_values_of_a_group_are_sent_to_all_members_once_the_last_has_come(store):
     answers = []
     for rank in (2, 0, 1):
