@@ -233,7 +233,8 @@ class Membership:
         exits, newest = self._crashes.exits, self._boot_failures[-1]
         newest = exits.get(newest.worker, newest)
         if late:  # while many fail side by side, the exit of the newest is never known
-            newest = next((exits[each.worker] for each in reversed(self._boot_failures) if each.worker in exits), newest)
+            known = (exits[each.worker] for each in reversed(self._boot_failures) if each.worker in exits)
+            newest = next(known, newest)
         if late or newest.exit_code is not None:
             reason = loss_in_words(newest.cause)
             self._worlds.fail(WorkerStartError(attempts=attempts, reason=reason, stderr_tail=newest.stderr_tail), now)
