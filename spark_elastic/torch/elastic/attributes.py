@@ -16,9 +16,17 @@ from spark_elastic.errors import UsageError
 
 OF_MODULES = frozenset(vars(torch.nn.Module()))
 """Attributes of all modules."""
-_plain = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1)
-OF_OPTIMIZERS = frozenset(vars(_plain)) | {"step", "_opt_called", "_inner", "_reducer"}
-"""Attributes of all optimizers, of those with a scheduler, and of a `DistributedOptimizer`."""
+_HOOKED = (
+    f"_optimizer_{of}_{when}_hooks" for of in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+)
+OF_OPTIMIZERS = frozenset(
+    [
+        *("defaults", "state", "param_groups", "step", "_inner", "_reducer", *_HOOKED),
+        *("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"),
+    ]
+)
+"""Attributes of all optimizers, of those with a scheduler, and of a `DistributedOptimizer`; none is made to find them,
+because torch imports its compiler for the first one."""
 
 _MISSING = object()
 _COLLECTIONS = frozenset({list, tuple, set, deque})
