@@ -11,7 +11,6 @@ PACKAGE = Path(__file__).parents[2] / "spark_elastic"
 MAKERS = {
     "Thread": "name",
     "InheritableThread": "name",
-    "Prefetcher": "name",
     "ThreadPoolExecutor": "thread_name_prefix",
 }
 
@@ -25,12 +24,10 @@ def test_every_thread_of_the_package_has_a_name_that_says_so():
     for path in PACKAGE.rglob("*.py"):
         for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
             maker = ast.unparse(call.func).rpartition(".")[2]
-            if maker not in MAKERS or path.name == "prefetch.py":  # which is given its name
+            if maker not in MAKERS:
                 continue
             found += 1
             names = [word.value for word in call.keywords if word.arg == MAKERS[maker]]
-            if maker == "Prefetcher":
-                names = call.args[2:3]
             assert names, f"{path.name}:{call.lineno}: a thread without a name"
             assert texts(names[0])[0].startswith(NAMES), f"{path.name}:{call.lineno}"
     assert found > 10
