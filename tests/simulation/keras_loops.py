@@ -231,7 +231,12 @@ def train(seed: int, observe: Callable[[Callable[[], str]], Callable[[], None]] 
             "values": str(plain),
         }
 
-    entered = observe(lambda: str((outcome(), state.batch))) if observe is not None else None
+    def observed() -> str:
+        # no mark has the variables of a model that its first batch builds
+        untrained = how.late and (state.epoch, state.batch) == (0, 0)
+        return str((outcome()["values"] if untrained else outcome(), state.batch))
+
+    entered = observe(observed) if observe is not None else None
     return loop(state)
 
 
