@@ -233,7 +233,7 @@ def train(seed: int, observe: Callable[[Callable[[], str]], Callable[[], None]] 
 
     def observed() -> str:
         # no mark has the variables of a model that its first batch builds
-        untrained = how.late and (state.epoch, state.batch) == (0, 0)
+        untrained = how.late and state.epoch == 0 and state.batch <= how.skipped
         return str((outcome()["values"] if untrained else outcome(), state.batch))
 
     entered = observe(observed) if observe is not None else None
