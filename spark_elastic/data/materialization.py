@@ -115,13 +115,13 @@ def materialize(
     )
     place = Store.create(store, storage_options)
     kept = keep if keep is not None else dataset_id is not None
-    return write_rows(cluster_of(df.sparkSession), df, request, place, dataset_id, kept, verbose)
+    return write_dataset(cluster_of(df.sparkSession), df, request, place, dataset_id, kept, verbose)
 
 
-def write_rows(
+def write_dataset(
     cluster: Cluster, df: Any, request: Request, place: Store, dataset_id: str | None, kept: bool, verbose: int
 ) -> Dataset:
-    """Do what `materialize` does, on the cluster of the DataFrame's session."""
+    """Do what `materialize` does, in a cluster that the caller has."""
     request.check()
     if df.isStreaming:
         raise DataError("a streaming DataFrame cannot be materialised, as it has no end; write it to a table first")

@@ -76,7 +76,7 @@ def written_rows(
 
     def write() -> Dataset:
         try:
-            return materialization.write_rows(cluster, df, Request(**settings), store, name, kept, given("verbose"))
+            return materialization.write_dataset(cluster, df, Request(**settings), store, name, kept, given("verbose"))
         except DataError as error:
             advice = [_ESTIMATOR_NAMES.get(each, _DATA_OPTION).format(each) for each in getattr(error, "settings", ())]
             if advice:

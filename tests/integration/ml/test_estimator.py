@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from spark_elastic import ElasticKerasEstimator, ElasticTorchEstimator, ElasticTorchModel
-from spark_elastic.data.materialization import write_rows
+from spark_elastic.data.materialization import write_dataset
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, DataError
 from spark_elastic.ml.persistence import trusted_files
@@ -110,10 +110,10 @@ def test_a_cross_validator_finds_the_better_model_and_each_fold_is_written_once(
     written: list[Any] = []
 
     def counted(*args: Any) -> Any:
-        written.append(write_rows(*args))
+        written.append(write_dataset(*args))
         return written[-1]
 
-    monkeypatch.setattr("spark_elastic.data.materialization.write_rows", counted)
+    monkeypatch.setattr("spark_elastic.data.materialization.write_dataset", counted)
     model = CrossValidator(
         estimator=estimator, estimatorParamMaps=grid, evaluator=accuracy(), numFolds=2, parallelism=2, seed=1
     ).fit(prepared(digits[0]))
