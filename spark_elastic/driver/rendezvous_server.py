@@ -34,6 +34,7 @@ class Listener(Protocol):
     def worker_gone(self, worker: WorkerId, why: str) -> None: ...
 
 
+HELLO_TIMEOUT_S = 60.0  # agents and workers send their hello as soon as they are authenticated
 MAX_ROUND_BYTES = 64 * 2**20  # of broken workers: the members of a group send about 100 bytes each
 
 
@@ -62,7 +63,8 @@ class RoundKeyValues:
         """Store a value, and answer the requests that waited for it."""
         if round != self._round:
             return  # a late message of a round that is over
-        self._count(len(key) + len(value))
+        replaced = len(key) + len(self._values[key]) if key in self._values else 0
+        self._count(len(key) + len(value) - replaced)
         self._values[key] = value
         for answer in self._waiting.pop(key, ()):
             answer(value)
@@ -85,10 +87,12 @@ class RoundKeyValues:
         """
         if sent.round != self._round:
             return  # a late message of a round that is over
-        self._count(len(sent.name) + len(sent.value))
-        size, members = self._gatherings.setdefault(sent.name, (sent.size, {}))
+        size, members = self._gatherings.get(sent.name, (sent.size, {}))
         if size != sent.size:
             raise ProtocolError(f"a member of {sent.name!r:.80} says that it has {sent.size} members, not {size}")
+        replaced = len(sent.name) + len(members[sent.rank][0]) if sent.rank in members else 0
+        self._count(len(sent.name) + len(sent.value) - replaced)
+        self._gatherings[sent.name] = size, members
         members[sent.rank] = sent.value, answer
         if len(members) == size:
             del self._gatherings[sent.name]
@@ -99,19 +103,29 @@ class RoundKeyValues:
                 each(body)
 
     def _count(self, nbytes: int) -> None:
-        self._bytes += nbytes
-        if self._bytes > MAX_ROUND_BYTES:
+        """Count the bytes of a value that is to be stored; raise ProtocolError if the round has too many then."""
+        if self._bytes + nbytes > MAX_ROUND_BYTES:
             raise ProtocolError(f"round {self._round} stored more than {MAX_ROUND_BYTES} bytes of rendezvous data")
+        self._bytes += nbytes
 
 
 class RendezvousServer:
     """Accepts agents and workers, which must prove to have the job's key, and sends messages to them by their ids.
 
     Peers take this side for lost when they were without a message for `settings.driver_silence_s` and a heartbeat
-    interval. Channels are encrypted if both ends have `encrypt`.
+    interval. Channels are encrypted if both ends have `encrypt`. A peer that has authenticated, and not sent its hello
+    within `hello_timeout_s`, is dropped.
     """
 
-    def __init__(self, key: bytes, listener: Listener, settings: ElasticSettings, *, encrypt: bool = False) -> None:
+    def __init__(
+        self,
+        key: bytes,
+        listener: Listener,
+        settings: ElasticSettings,
+        *,
+        encrypt: bool = False,
+        hello_timeout_s: float = HELLO_TIMEOUT_S,
+    ) -> None:
         self._key = key
         self._encrypt = encrypt
         self._listener = listener
@@ -120,7 +134,9 @@ class RendezvousServer:
         limit_s = settings.driver_silence_s + settings.heartbeat_interval_s
         self._welcome = wire.Welcome(settings.heartbeat_interval_s, limit_s, settings.stall_timeout_s)
         self._key_values = RoundKeyValues()
-        self._unnamed: set[MessageStream] = set()  # authenticated connections that have sent no hello yet
+        self._hello_timeout_s = hello_timeout_s
+        #: Authenticated connections without a hello, with the timers that close them.
+        self._unnamed: dict[MessageStream, asyncio.TimerHandle] = {}
         self._agents: dict[AgentId, MessageStream] = {}
         self._workers: dict[WorkerId, MessageStream] = {}
         self._agent_of: dict[MessageStream, AgentId] = {}
@@ -190,7 +206,9 @@ class RendezvousServer:
 
     def _opened(self, stream: MessageStream) -> None:
         self._admission.settle(stream)
-        self._unnamed.add(stream)
+        self._unnamed[stream] = asyncio.get_running_loop().call_later(
+            self._hello_timeout_s, stream.abort, "the peer did not send its hello in time"
+        )
 
     def _received(self, stream: MessageStream, message: wire.Message) -> None:
         if stream in self._worker_of:
@@ -198,7 +216,7 @@ class RendezvousServer:
         elif stream in self._agent_of:
             self._listener.agent_said(self._agent_of[stream], message)
         elif stream in self._unnamed:
-            self._unnamed.remove(stream)
+            self._unnamed.pop(stream).cancel()
             self._named(stream, message)
 
     def _named(self, stream: MessageStream, message: wire.Message) -> None:
@@ -237,7 +255,7 @@ class RendezvousServer:
 
     def _closed(self, stream: MessageStream, why: str) -> None:
         if stream in self._unnamed:
-            self._unnamed.remove(stream)
+            self._unnamed.pop(stream).cancel()
         elif stream in self._agent_of:
             agent = self._agent_of.pop(stream)
             del self._agents[agent]

@@ -50,14 +50,14 @@ class Recorder:
 class Served:
     """A server on a loop of its own thread."""
 
-    def __init__(self, silence_limit_s=5.0):
+    def __init__(self, silence_limit_s=5.0, **more):
         self.key, self.listener = new_key(), Recorder()
         sock = socket.create_server(("127.0.0.1", 0))
         self.address = sock.getsockname()
         settings = ElasticSettings(
             2, 1, 2, elastic_timeout_s=silence_limit_s, heartbeat_timeout_s=silence_limit_s, stall_timeout_s=60.0
         )
-        self.server = RendezvousServer(self.key, self.listener, settings)
+        self.server = RendezvousServer(self.key, self.listener, settings, **more)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
@@ -186,6 +186,19 @@ def test_worker_that_was_held_up_itself_does_not_blame_the_driver_for_the_silenc
 def test_a_message_before_the_hello_ends_the_connection(served):
     _, inbox = served.client(wire.Pong())
     inbox.wait_for("closed")
+
+
+def test_authenticated_peer_that_sends_no_hello_is_dropped():
+    served = Served(hello_timeout_s=0.1)
+    try:
+        silent = connect([served.address], served.key, timeout_s=WAIT_S)
+        served.channels.append(silent)
+        inbox = Recorder()
+        silent.start(inbox.message, inbox.closed)
+        inbox.wait_for("closed")
+        assert served.listener.told == []
+    finally:
+        served.close()
 
 
 def test_connections_over_the_limit_wait_until_the_oldest_is_closed(served):
