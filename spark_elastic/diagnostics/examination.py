@@ -112,7 +112,7 @@ class Examination:
             self._findings.append(Finding(name, PROBLEM, says, fix))
 
     def _without_session(self, problem: str, fix: str) -> None:
-        """Run the checks that need no session, and report the problem for which there is none."""
+        """Check Java, and report the problem because of which there is no session."""
         self._check("java", _java_here)
         self._findings.append(Finding("Spark", PROBLEM, problem, fix))
 

@@ -25,7 +25,7 @@ MAX_LOOP_RESULT_BYTES = 1 << 20
 RESULT_TIMEOUT_S = 60.0
 """Time to wait for a result that another worker has sent to the driver."""
 _PURPOSE = "results of loops"
-"""What their MACs are for."""
+"""The name from which the key of the MACs of results is derived."""
 
 
 class LaterLoop(Exception):

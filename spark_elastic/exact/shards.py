@@ -233,7 +233,10 @@ class VirtualWorkers:
 
     @staticmethod
     def _taken(params: Sequence[torch.Tensor], given: torch.Tensor) -> list[torch.Tensor]:
-        """Take a shard's gradients from the parameters, zeros where there are none; `given` is 1 where there are."""
+        """Return a shard's gradients, with zeros for missing ones, and reset those of the parameters.
+
+        Sets the entries of `given`, shape (parameters,), to 1 where there was a gradient.
+        """
         gradients = []
         for at, param in enumerate(params):
             gradient, param.grad = param.grad, None

@@ -25,7 +25,7 @@ _GOLDEN_RATIO = 0.6180339887498949
 
 @dataclass(frozen=True, slots=True)
 class WindowSettings:
-    """How the shuffle divides a dataset, on all ranks, for a whole training. Checkpoints hold these names."""
+    """The sizes of a shuffle, equal on all ranks for a whole training. Checkpoints hold these field names."""
 
     lanes: int  # the number of streams
     chunk_rows: int  # neighbouring rows that are read together
