@@ -1,7 +1,7 @@
-"""Compare this checkout with another one of this project, in turns: steps, kills, reading, writing and `fit`.
+"""Compare this checkout with another one, in turns: steps, kills, reading, writing, `fit`, `transform` and starts.
 
     git worktree add ../before v0.1.0
-    python benchmarks/before_after.py ../before [--turns 6] [--only step kill read write fit]
+    python benchmarks/before_after.py ../before [--turns 6] [--only step kill read write fit transform start]
 
 Each turn runs the benchmarks of both checkouts in separate processes; the order of the two alternates. Prints a table
 of the medians over all turns and of the ratio "after / before" of each turn (below 1: the change is faster), and writes
@@ -24,6 +24,7 @@ from _harness import Series, parser, report
 
 HERE = Path(__file__).resolve().parents[1]
 MODELS = ("784-128-10", "784-512-512-10", "784-3072-2048-512-10")
+CALLS = ("first", "second")
 STEP_CONTENDERS = ("spark_elastic", "spark_elastic, commit every step")
 
 
@@ -85,12 +86,26 @@ def fits(checkout: Path) -> dict[str, float]:
     return {f"fit, {part} [s]": statistics.median(each[part] for each in runs) for part in ("wall", "epochs")}
 
 
+def transforms(checkout: Path) -> dict[str, float]:
+    """Return the nanoseconds a row of `transform`."""
+    raw = raw_of(checkout, "transform.py", "--repeat", 3, "--peer-rows", 500)
+    return {"transform [ns/row]": 1e9 / statistics.median(raw["transform"])}
+
+
+def starts(checkout: Path) -> dict[str, float]:
+    """Return the median seconds from the call of `run` to the first step, of first and second calls."""
+    raw = raw_of(checkout, "start.py", "--on", "local-cluster", "--repeat", 3)
+    return {f"start, {call} call [s]": statistics.median(e["first step"] for e in raw[call]) for call in CALLS}
+
+
 PARTS: dict[str, Callable[[Path], dict[str, float]]] = {
     "step": steps,
     "kill": kills,
     "read": reading,
     "write": writing,
     "fit": fits,
+    "transform": transforms,
+    "start": starts,
 }
 
 
