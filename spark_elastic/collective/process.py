@@ -56,7 +56,7 @@ class Process:
         self._followers: list[Callable[[Position], None]] = []
         """Called with each new position, on the user's thread. They survive `shutdown`."""
         self.in_loop = False
-        """True within an elastic loop that has not been finished in an earlier call of the user's function."""
+        """True in an elastic loop that no earlier call of the user's function has finished; set by `LoopHistory`."""
         self.called_again = False
         """True if the user's function was called again after a loop, and has not joined a world since."""
         self._reset()
@@ -162,7 +162,7 @@ class Process:
 
     def run_again(self) -> None:
         """Prepare for another call of the user's function, which adds its process sets and reaches a loop again."""
-        self.in_loop, self.called_again = False, True
+        self.called_again = True
         for chosen in list(self.sets.values()):
             self.unregister(chosen)
         self.leave_until_loop()

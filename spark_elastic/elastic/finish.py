@@ -100,6 +100,7 @@ class LoopHistory:
     def run_again(self) -> None:
         """Prepare for another call of the function."""
         self.entered = 0
+        self._process.in_loop = False
         self._process.run_again()
 
 
