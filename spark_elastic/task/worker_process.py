@@ -72,21 +72,21 @@ class WorkerProcess:
     It starts before its id is known, so that the slow imports overlap with connecting to the driver.
     """
 
-    def __init__(self, order: LaunchSpec, env: dict[str, str], agent: Watcher, guardians: Sequence[int] = ()) -> None:
+    def __init__(self, spec: LaunchSpec, env: dict[str, str], agent: Watcher, guardians: Sequence[int] = ()) -> None:
         """Start the process, or have it forked by the fork server with these guardians."""
         self._agent = agent
         self._loop = asyncio.get_running_loop()
-        order_read, self._order_fd = os.pipe()
+        spec_read, self._spec_fd = os.pipe()
         stdout, stdout_write = os.pipe()
         stderr, stderr_write = os.pipe()
         self._result_fd, result_write = os.pipe()
         self._death_fd, death_write = os.pipe()
-        ends = Ends(order_read, stdout_write, stderr_write, result_write, death_write)
+        ends = Ends(spec_read, stdout_write, stderr_write, result_write, death_write)
         self._process: SpawnedProcess | ForkedProcess
-        server = ForkServer(guardians, order.keep_workers_s, env, order.preimport)
+        server = ForkServer(guardians, spec.keep_workers_s, env, spec.preimport)
 
         def spawn() -> None:
-            self._process = SpawnedProcess(order.preimport, env, ends, self._gone)
+            self._process = SpawnedProcess(spec.preimport, env, ends, self._gone)
 
         def spawn_instead() -> None:  # of the fork server, which has forked none
             try:
@@ -114,13 +114,13 @@ class WorkerProcess:
         self._result_buffer = bytearray()
         self._partial = {"stdout": bytearray(), "stderr": bytearray()}
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
-        self._pending_order = memoryview(b"")
+        self._unwritten_spec = memoryview(b"")
         self.is_running = True
         self._streams = {stdout: "stdout", stderr: "stderr"}
         for fd in (*self._streams, self._result_fd):
             os.set_blocking(fd, False)
             self._loop.add_reader(fd, self._readable, fd)
-        os.set_blocking(self._order_fd, False)
+        os.set_blocking(self._spec_fd, False)
         self._loop.add_reader(self._death_fd, self._dying)
 
     @property
@@ -134,11 +134,11 @@ class WorkerProcess:
         pid = self._process.pid
         return self.is_running and (pid is None or process_state(pid) not in _NOT_RUNNING)
 
-    def assign(self, worker: WorkerId, order: LaunchSpec) -> None:
+    def assign(self, worker: WorkerId, spec: LaunchSpec) -> None:
         """Send the process its id and the function; it then connects to the driver and runs the function."""
         self.worker = worker
-        self._pending_order = memoryview(pickle.dumps((worker, order)))
-        self._write_order()
+        self._unwritten_spec = memoryview(pickle.dumps((worker, spec)))
+        self._write_spec()
 
     def kill(self) -> None:
         """SIGKILL the process and its whole process group."""
@@ -147,26 +147,26 @@ class WorkerProcess:
 
     def release(self) -> None:
         """Close the lifeline; a worker whose function has returned then exits."""
-        if self._order_fd >= 0:
-            self._loop.remove_writer(self._order_fd)
-            os.close(self._order_fd)
-            self._order_fd = -1
+        if self._spec_fd >= 0:
+            self._loop.remove_writer(self._spec_fd)
+            os.close(self._spec_fd)
+            self._spec_fd = -1
 
     # --- pipes --------------------------------------------------------------------------------------
 
-    def _write_order(self) -> None:
+    def _write_spec(self) -> None:
         try:
-            written = os.write(self._order_fd, self._pending_order)
+            written = os.write(self._spec_fd, self._unwritten_spec)
         except BlockingIOError:
             written = 0
         except OSError:
-            self._loop.remove_writer(self._order_fd)
+            self._loop.remove_writer(self._spec_fd)
             return  # the process died, which is reported
-        self._pending_order = self._pending_order[written:]  # of a memoryview, this copies nothing
-        if self._pending_order:
-            self._loop.add_writer(self._order_fd, self._write_order)
+        self._unwritten_spec = self._unwritten_spec[written:]  # of a memoryview, this copies nothing
+        if self._unwritten_spec:
+            self._loop.add_writer(self._spec_fd, self._write_spec)
         else:
-            self._loop.remove_writer(self._order_fd)
+            self._loop.remove_writer(self._spec_fd)
 
     def _readable(self, fd: int) -> None:
         """Read once from a pipe; stop watching it at its end, and pause while the channel has too much unsent data."""
@@ -362,7 +362,7 @@ class ForkedProcess:
 
 
 def worker_environment(
-    order: LaunchSpec, base: dict[str, str], sys_path: Sequence[str], cores: int, accelerators: Sequence[str]
+    spec: LaunchSpec, base: dict[str, str], sys_path: Sequence[str], cores: int, accelerators: Sequence[str]
 ) -> dict[str, str]:
     """Return a worker's environment: the task's own, limited to the cores and GPUs of this slot."""
     env = {
@@ -379,8 +379,8 @@ def worker_environment(
     }
     if accelerators:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(accelerators)
-    if order.device == "cpu":
+    if spec.device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""
-    env[DEVICE_SETTING] = order.device
-    env.update(order.env)
+    env[DEVICE_SETTING] = spec.device
+    env.update(spec.env)
     return env

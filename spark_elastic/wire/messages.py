@@ -417,7 +417,7 @@ class LaunchSpec:
     device: str = "auto"  # device of the workers: "auto", "cpu", "cuda" or "cuda:N"
     nics: tuple[str, ...] | None = None  # network interfaces that may carry collectives; None for any
     agent_ports: tuple[int, int] = (0, 0)  # the first and the last port at which the agents may listen; (0, 0) for any
-    preimport: tuple[str, ...] = ("torch",)  # what a worker imports while it waits for its order, see `modules_of`
+    preimport: tuple[str, ...] = ("torch",)  # what a worker imports while it waits for its spec, see `modules_of`
     encrypt: bool = False  # whether the channels are encrypted
     fetched_bytes: int = 0  # size of the function that the agent has to fetch; 0 if the function came with the launch
     keep_workers_s: float = 0.0  # how long an executor keeps a fork server of workers after the job; 0: none is used

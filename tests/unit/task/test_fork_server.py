@@ -44,11 +44,11 @@ class Agent:
     def __init__(self, executor, keep_s=20.0, env=None, modules=("json",), daemon=None):
         self._guardians = [executor.pid] if daemon is None else [executor.pid, daemon.pid]
         self._env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(env or {})}
-        self._order = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=modules, keep_workers_s=keep_s)
+        self._spec = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=modules, keep_workers_s=keep_s)
 
     def start(self):
         watcher = Watcher()
-        return WorkerProcess(self._order, self._env, watcher, self._guardians), watcher
+        return WorkerProcess(self._spec, self._env, watcher, self._guardians), watcher
 
     async def started(self):
         """Return a worker that has been forked, its server, and the watcher of its end; None: it was started."""
