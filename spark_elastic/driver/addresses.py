@@ -172,7 +172,7 @@ def check_interfaces(
         raise UnknownInterfaceError(problem, host=host, nics=())
     if nics is None:
         return addresses
-    allowed = {name: of for name, of in addresses.items() if name in nics}
+    allowed = {name: own for name, own in addresses.items() if name in nics}
     if not allowed:
         problem = f"host {host} has no interface {' or '.join(map(repr, nics))} that is up"
         found = ", ".join(f"{name} ({', '.join(own)})" for name, own in sorted(addresses.items()))

@@ -64,7 +64,7 @@ class Checker:
         self.counted: set[int] = set()  # slots whose failure was announced since something was started there
         self.broken_since: float | None = None
         self.shaken = False  # something that breaks a world was part of the event
-        self.waiting: t.Waiting | None = None
+        self.waiting: t.WaitChanged | None = None
         self.stats: dict[str, int] = {}
 
     def crashed(self, exit_code: int) -> None:
@@ -475,7 +475,7 @@ class Checker:
         if isinstance(record, t.HostExcluded):
             self.excluded[record.host] = record.until
             require(self.cluster.crashes != [], f"{record.host} is left alone for nothing")
-        if isinstance(record, t.Waiting):
+        if isinstance(record, t.WaitChanged):
             require(record.deadline is not None and record.deadline > now, f"{record.reason!r} has no deadline ahead")
             require(self.waiting != record, "the same reason is announced twice")
             self.waiting = record

@@ -217,7 +217,7 @@ def _told(command: c.Command) -> str | None:
             return f"finish with the results of {_workers(workers)}"
         case c.FailJob(error):
             return f"fail with {type(error).__name__}: {str(error).splitlines()[0]}"
-        case c.Announce(t.Waiting(_, _, deadline) as waiting):
+        case c.Announce(t.WaitChanged(_, _, deadline) as waiting):
             return f"- {waiting.reason} (until {deadline:g})"
         case c.Announce(t.HostExcluded(_, host, worlds, until)):
             return f"- host {host} is left alone until {until:g}: {crashes_in_words(worlds)}"
