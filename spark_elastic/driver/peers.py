@@ -217,8 +217,8 @@ class Peers:
             case wire.OutputLines(worker, stream, lines):
                 shown = self._shown[worker].shown(lines) if stream == "stderr" else lines
                 self.printer.worker_lines(self._name_of(worker, agent), stream, lines, shown)
-            case wire.ResultStored(worker, in_loop, run):
-                self.handle(seen.WorkerDone(worker, in_loop, run))
+            case wire.ResultStored(worker, has_loop, run):
+                self.handle(seen.WorkerDone(worker, has_loop, run))
             case wire.PeersReachable(tried, reachable):
                 self._addresses.answered(tried, reachable)
             case wire.InterfacesChanged(addresses, probe_port):

@@ -184,10 +184,10 @@ class WorldLifecycle:
         if worker.state is TRAINING and not alone and not self._done and not self._registry.after_loop():
             self._break(WorldChange(WorldChangeKind.ADDRESS_LOST, rank=worker.rank, host=worker.place.host), now)
 
-    def on_done(self, worker: Worker, in_loop: bool, now: float) -> None:
+    def on_done(self, worker: Worker, has_loop: bool, now: float) -> None:
         """Store that the worker's function returned, or have it run again if its world is broken."""
         self._cancel_timers(worker)
-        worker.plain = not in_loop
+        worker.plain = not has_loop
         again = worker.plain or worker.rerun_round != self._registry.round
         if worker.state is TRAINING and self.phase is Phase.BROKEN and again:
             if not self._left_early([worker], now):

@@ -401,7 +401,7 @@ class _Agent:
 
     def result_stored(self, process: WorkerProcess) -> None:
         if process.worker is not None and process.result is not None:
-            self._send(wire.ResultStored(process.worker, process.in_loop, process.run))
+            self._send(wire.ResultStored(process.worker, process.has_loop, process.run))
 
     def dying(self, process: WorkerProcess, exit_code: int | None) -> None:
         if process.worker is not None:

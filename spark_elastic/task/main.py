@@ -104,7 +104,7 @@ def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str
             result = _run(link, call)
             returned.set()  # first: the agent may close the lifeline as soon as it has the result
             link.returned(True)
-            results.write(RESULT_HEAD.pack(link.in_loop, run, len(result)) + result)
+            results.write(RESULT_HEAD.pack(link.has_loop, run, len(result)) + result)
             results.flush()
             sys.stdout.flush()
             sys.stderr.flush()

@@ -108,7 +108,7 @@ class WorkerProcess:
         self.worker: WorkerId | None = None
         self.result: bytes | None = None
         """The newest pickled return value of the function; None until it returns."""
-        self.in_loop = False
+        self.has_loop = False
         self.run = 0
         """Number of the function's call that returned `result`."""
         self._result_buffer = bytearray()
@@ -216,11 +216,11 @@ class WorkerProcess:
         buffer = self._result_buffer
         buffer += data
         while len(buffer) >= RESULT_HEAD.size:
-            in_loop, run, size = RESULT_HEAD.unpack_from(buffer)
+            has_loop, run, size = RESULT_HEAD.unpack_from(buffer)
             end = RESULT_HEAD.size + size
             if len(buffer) < end:
                 return
-            self.result, self.in_loop, self.run = bytes(buffer[RESULT_HEAD.size : end]), in_loop, run
+            self.result, self.has_loop, self.run = bytes(buffer[RESULT_HEAD.size : end]), has_loop, run
             del buffer[:end]
             self._agent.result_stored(self)
 

@@ -108,7 +108,7 @@ class ResultStored(Message):
     """The function returned: the agent holds the result and returns it from its task when the job finishes."""
 
     worker: int
-    in_loop: bool  # true if the worker ever entered an elastic loop
+    has_loop: bool  # true if the worker ever entered an elastic loop
     run: int  # number of the function's call, see `RunAgain`; the newest result counts
 
 
@@ -424,7 +424,7 @@ class LaunchSpec:
 
 
 RESULT_HEAD = struct.Struct("<?IQ")
-"""What precedes a result in the pipe from a worker to its agent: `in_loop`, number of the call, bytes of the result."""
+"""The head of a result in the pipe from a worker to its agent: `has_loop`, number of the call, bytes of the result."""
 
 
 def modules_of(function: bytes) -> tuple[str, ...]:

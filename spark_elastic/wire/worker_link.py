@@ -63,7 +63,7 @@ class WorkerLink:
         #: The state that the current world starts from; None once this worker has applied a step in it.
         self._starts_at: StateVersion | None = None
         self._begun = 0  # the newest round in which this worker has reported its state
-        self.in_loop = False  # true once an elastic loop was entered
+        self.has_loop = False  # true once an elastic loop was entered
         self._blocked_since: float | None = None
         self._after_loop = False
         self._loop_results: dict[int, wire.LoopResult] = {}
@@ -138,7 +138,7 @@ class WorkerLink:
 
     def entered_loop(self) -> None:
         """Record that an elastic loop was entered: this worker's state can be recovered from now on."""
-        self.in_loop = True
+        self.has_loop = True
         self._after_loop = False
 
     def left_loop(self) -> None:

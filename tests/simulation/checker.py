@@ -37,7 +37,7 @@ class Checker:
         self.ever_joined: set[int] = set()
         self.on_agent: dict[int, int] = {}  # worker -> agent
         self.gone: set[int] = set()  # workers the machine knows to be gone, or had killed
-        self.done: dict[int, bool] = {}  # -> in_loop
+        self.done: dict[int, bool] = {}  # -> has_loop
         self.ended: set[int] = set()  # of those, the processes that the machine knows to have ended
         self.run: dict[int, int] = {}  # worker -> the run whose result counts; 1 where there was one only
         self.again_in: dict[int, int] = {}  # worker -> the round whose end had it run again last
@@ -125,7 +125,7 @@ class Checker:
         elif isinstance(event, e.WorkerDone):
             current = event.run == self.run.get(event.worker, 1)
             if self._is_live(event.worker) and event.worker not in self.stands and current:
-                self.done.setdefault(event.worker, event.in_loop)
+                self.done.setdefault(event.worker, event.has_loop)
         elif isinstance(event, e.ExecutorDecommissioned):
             self.decommissioned.add(event.executor)
         elif isinstance(event, e.AddressLost):
