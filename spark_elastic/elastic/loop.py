@@ -127,9 +127,9 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
 
 def _call(function: Callable[[], R]) -> R:
     """Return the result of the function of a loop; raise HorovodInternalError also if the function has caught one."""
-    HorovodInternalError.newest = None
+    HorovodInternalError.last_message = None
     result = function()
-    caught: str | None = HorovodInternalError.newest
+    caught: str | None = HorovodInternalError.last_message
     if caught is None:
         return result
     log.warning(
