@@ -63,7 +63,7 @@ class KerasState(ElasticState):
 
         A graph's first run creates kernels and threads, which takes longer than the steps that follow.
         """
-        model = self.__dict__.get("model")
+        model: Any = self.__dict__.get("model")
         in_advance = self._steps.fit.batches_in_advance
         if BACKEND != "tensorflow" or in_advance is None:
             return
