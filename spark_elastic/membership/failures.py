@@ -1,6 +1,7 @@
 """Repeated failures: pauses for slots, executors, hosts and worlds, and the point at which a job fails.
 
-`Cooldown` and `RegroupBackoff` make pauses. `CrashLoopDetector` finds crashes that would come back after any pause.
+`Cooldown` and `RegroupBackoff` make pauses. `CrashLoopDetector` finds crashes that would come back after any pause,
+`EarlyLeaves` functions that make unequal steps.
 """
 
 from __future__ import annotations
@@ -249,3 +250,25 @@ def _is_crash(exit: WorkerLost) -> bool:
 
 def _worlds(members: Iterable[Worker]) -> int:
     return len({member.round for member in members})
+
+
+class EarlyLeaves:
+    """Finds members that leave the collectives of others in one world after another; once may be chance."""
+
+    def __init__(self) -> None:
+        self._round = 0  # the last round in which some waited for members that had left; 0: none
+        self._inferred_in = 0  # the last round in which that was concluded from a collective that failed
+
+    def came_back(self, round: int, inferred: bool) -> bool:
+        """Record that members left early in this round; return whether others had in an earlier one."""
+        if inferred:
+            self._inferred_in = round
+        if 0 < self._round < round:
+            return True
+        self._round = round
+        return False
+
+    def member_lost(self, round: int) -> None:
+        """Forget what was concluded from a failed collective of this round, which the loss explains too."""
+        if self._inferred_in == round == self._round:
+            self._round = 0
