@@ -79,7 +79,6 @@ class Process:
         self.sets: dict[int, ChosenRanks] = {}
         """The sets of chosen ranks, by id, in the order in which they were added."""
         self._next_set = 1
-        self._cut: tuple[int, str] = (0, "")
 
     # --- joining and leaving worlds -----------------------------------------------------------
 
@@ -96,7 +95,7 @@ class Process:
         if self.link is None:
             self._set_position(Position())
             return
-        self.link.on_cut(self._on_cut)
+        self.link.on_cut = self._on_cut
         answer = self.link.join_at_init()
         if isinstance(answer, Provisional):
             self._set_position(Position(rank=answer.rank, size=answer.size))
@@ -182,8 +181,6 @@ class Process:
 
     def shutdown(self) -> None:
         self.leave()
-        if self.link is not None:
-            self.link.on_cut(None)
         self._reset()
 
     # --- sets of chosen ranks -----------------------------------------------------------------
@@ -266,8 +263,8 @@ class Process:
             group = self._groups[name]
             if group is not None:
                 group.check_alive()
-            elif self.assignment is not None:
-                self._check_cut(self.assignment.world.round)
+            elif self.link is not None and self.assignment is not None:
+                self.link.check_cut(self.assignment.world.round)
             return group
         self.require()
         if self.link is None:
@@ -278,8 +275,8 @@ class Process:
 
     @in_one_thread
     def _connect(self, name: str, assignment: Assignment, ranks: Sequence[int] | None) -> Group | None:
-        assert self.link is not None
-        world = assignment.world
+        link, world = self.link, assignment.world
+        assert link is not None
         members = members_of(name, assignment) if ranks is None else [world.members[rank] for rank in ranks]
         if len(members) == 1:
             self._groups[name] = None
@@ -294,20 +291,15 @@ class Process:
 
         def made(group: Group) -> None:
             self._groups[name] = group
-            self._check_cut(world.round)  # here: later cuts find the group in `_groups`
+            link.check_cut(world.round)  # here: later cuts find the group in `_groups`
 
         try:
-            return connect(assignment, self.link, members, key if times == 1 else f"{key}#{times}", note, made)
+            return connect(assignment, link, members, key if times == 1 else f"{key}#{times}", note, made)
         except BaseException:
             self._groups.pop(name, None)
             raise
 
-    def _check_cut(self, round: int) -> None:
-        if self._cut[0] >= round:
-            raise HorovodInternalError(f"round {self._cut[0]} is over: {self._cut[1]}")
-
     def _on_cut(self, round: int, why: str) -> None:
-        self._cut = (round, why)
         for group in list(self._groups.values()):
             if group is not None and group.round <= round:
                 group.cut(why)
