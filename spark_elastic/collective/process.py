@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from spark_elastic.collective.group import Group
 from spark_elastic.collective.one_thread import in_one_thread
@@ -18,18 +18,10 @@ from spark_elastic.wire import worker_link
 from spark_elastic.wire.messages import Provisional
 from spark_elastic.wire.worker_link import Assignment, WorkerLink
 
+if TYPE_CHECKING:
+    from spark_elastic.collective.process_sets import ProcessSet
+
 log = logging.getLogger("spark_elastic.collective")
-
-
-class ChosenRanks(Protocol):
-    """A set of chosen ranks, such as a `process_sets.ProcessSet`."""
-
-    process_set_id: int | None
-    ends_with_world: bool
-    """It was added inside of the elastic loop, and is removed with the present world."""
-
-    @property
-    def ranks(self) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +68,13 @@ class Process:
         self._groups: dict[str, Group | None] = {}
         for chosen in getattr(self, "sets", {}).values():
             chosen.process_set_id = None
-        self.sets: dict[int, ChosenRanks] = {}
+        self.sets: dict[int, ProcessSet] = {}
         """The sets of chosen ranks, by id, in the order in which they were added."""
         self._next_set = 1
 
     # --- joining and leaving worlds -----------------------------------------------------------
 
-    def init(self, sets: Iterable[ChosenRanks] = ()) -> None:
+    def init(self, sets: Iterable[ProcessSet] = ()) -> None:
         """Register the process sets, and take a position in the world unless this process has one; see `init` below."""
         if self.position is not None and not self.provisional:
             return
@@ -185,13 +177,13 @@ class Process:
 
     # --- sets of chosen ranks -----------------------------------------------------------------
 
-    def register(self, chosen: ChosenRanks) -> None:
+    def register(self, chosen: ProcessSet) -> None:
         """Give the set an id, which makes it usable."""
         chosen.process_set_id = self._next_set
         self.sets[self._next_set] = chosen
         self._next_set += 1
 
-    def unregister(self, chosen: ChosenRanks) -> None:
+    def unregister(self, chosen: ProcessSet) -> None:
         """Take the set's id away, and close its group unless another set has the same members."""
         number, chosen.process_set_id = chosen.process_set_id, None
         if number is not None:
@@ -317,7 +309,7 @@ process = Process()
 atexit.register(process.leave)
 
 
-def init(comm: Any = None, process_sets: str | Iterable[ChosenRanks] | None = None, **kwargs: object) -> None:
+def init(comm: Any = None, process_sets: str | Iterable[ProcessSet] | None = None, **kwargs: object) -> None:
     """Join the job that this process was started for, or a world of one outside of a job. Repeats do nothing.
 
     In a job that is already running, the position is provisional until the elastic loop is entered.

@@ -1,6 +1,6 @@
 """RendezvousServer: the driver's end of the connections to agents and workers, and the key-value store under Gloo.
 
-It authenticates peers, identifies them by their first message, and passes further messages to its `Listener`. It
+It authenticates peers, identifies them by their first message, and passes further messages to its listener, `Peers`. It
 runs on the driver's event loop; every method must be called there.
 """
 
@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from spark_elastic.errors import ProtocolError
 from spark_elastic.membership.topology import AgentId, WorkerId
@@ -20,19 +20,10 @@ from spark_elastic.wire.admission import MAX_UNAUTHENTICATED, Admission
 from spark_elastic.wire.channel import MessageStream
 from spark_elastic.wire.encoding import encode
 
+if TYPE_CHECKING:
+    from spark_elastic.driver.peers import Peers
+
 logger = logging.getLogger(__name__)
-
-
-class Listener(Protocol):
-    """The receiver of what agents and workers send: `peers.Peers`."""
-
-    def agent_joined(self, agent: AgentId, hello: wire.AgentHello, address: str) -> None: ...
-    def agent_said(self, agent: AgentId, message: wire.Message) -> None: ...
-    def agent_gone(self, agent: AgentId, why: str) -> None: ...
-    def worker_expected(self, worker: WorkerId) -> bool: ...
-    def worker_said(self, worker: WorkerId, message: wire.Message) -> None: ...
-    def worker_gone(self, worker: WorkerId, why: str) -> None: ...
-
 
 HELLO_TIMEOUT_S = 60.0  # agents and workers send their hello as soon as they are authenticated
 MAX_ROUND_BYTES = 64 * 2**20  # of broken workers: the members of a group send about 100 bytes each
@@ -120,7 +111,7 @@ class RendezvousServer:
     def __init__(
         self,
         key: bytes,
-        listener: Listener,
+        listener: Peers,
         settings: ElasticSettings,
         *,
         encrypt: bool = False,

@@ -133,11 +133,11 @@ def run_agent(
     agent ends with its first guardian, the executor's JVM; a fork server ends with all of them, see `ForkServer`.
     """
     with default_child_signal():
-        return asyncio.run(_Agent(spec, slot, launch, report, guardians).run())
+        return asyncio.run(TaskAgent(spec, slot, launch, report, guardians).run())
 
 
 @dataclasses.dataclass(eq=False)
-class _Agent:
+class TaskAgent:
     _spec: wire.LaunchSpec
     _slot: SlotId
     _launch: LaunchId
@@ -397,6 +397,7 @@ class _Agent:
         self._send(wire.OutputLines(-1 if process.worker is None else process.worker, stream, lines))
 
     def output_may_flow(self) -> bool:
+        """Return False while there is too much unsent data; the worker's prints then block in its pipe."""
         return self._stream is None or self._stream.unsent_bytes < MAX_UNSENT_OUTPUT_BYTES
 
     def result_stored(self, process: WorkerProcess) -> None:
@@ -404,10 +405,12 @@ class _Agent:
             self._send(wire.ResultStored(process.worker, process.has_loop, process.run))
 
     def dying(self, process: WorkerProcess, exit_code: int | None) -> None:
+        """Report that the process dies, up to 50 ms before `exited`; None: its exit code is not known yet."""
         if process.worker is not None:
             self._send(wire.WorkerDying(process.worker, None if self._ends_with_guardian else exit_code))
 
     def exited(self, process: WorkerProcess, exit_code: int) -> None:
+        """Report that the process has ended, after its pipes have been read to the end."""
         self._running.discard(process)
         if not self._running:
             self._all_gone.set()

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from spark_elastic.membership.topology import WorkerId
 from spark_elastic.settings import DEVICE_SETTING
@@ -25,6 +25,9 @@ from spark_elastic.task.fork_server import MESSAGE_BYTES, Ends, ForkServer
 from spark_elastic.task.memory_kills import memory_kills
 from spark_elastic.task.reaper import exit_code_of, kill_group, open_pidfd, process_state
 from spark_elastic.wire.messages import RESULT_HEAD, LaunchSpec
+
+if TYPE_CHECKING:
+    from spark_elastic.task.agent import TaskAgent
 
 logger = logging.getLogger("spark_elastic.task")
 
@@ -36,8 +39,8 @@ NCCL_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONI
 QUIET_TENSORFLOW = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 """Without it each worker prints six lines about its processor and oneDNN. Warnings and errors are still printed."""
 MAX_LINE_BYTES = 64 * 1024
-_LAST_CHARACTER = re.compile(rb"[\xc0-\xff][\x80-\xbf]*$")  # of several bytes, of which some may be still to come
 """Longer lines are split, so that progress bars and binary dumps do not accumulate in memory."""
+_LAST_CHARACTER = re.compile(rb"[\xc0-\xff][\x80-\xbf]*$")  # of several bytes, of which some may be still to come
 _READ_BYTES = 64 * 1024
 _PIPE_CAPACITY = 1024 * 1024
 """Upper bound of a pipe's content: Linux's default /proc/sys/fs/pipe-max-size. A new pipe holds 64 KiB."""
@@ -46,33 +49,13 @@ _NOT_RUNNING = ("", "T", "t", "Z", "X")
 """States of `process_state`: unknown, stopped by a signal, stopped by a debugger, zombie, dead."""
 
 
-class Watcher(Protocol):
-    """What hears of a worker process: its agent."""
-
-    def output(self, process: WorkerProcess, stream: str, lines: tuple[str, ...]) -> None: ...
-
-    def output_may_flow(self) -> bool:
-        """Return False while there is too much unsent data; the worker's prints then block in its pipe."""
-        ...
-
-    def result_stored(self, process: WorkerProcess) -> None: ...
-
-    def dying(self, process: WorkerProcess, exit_code: int | None) -> None:
-        """Report that the process dies, up to 50 ms before `exited`; None: its exit code is not known yet."""
-        ...
-
-    def exited(self, process: WorkerProcess, exit_code: int) -> None:
-        """Report that the process has ended, after its pipes have been read to the end."""
-        ...
-
-
 class WorkerProcess:
     """A process that imports the modules of a worker, then waits for its id and the function.
 
     It starts before its id is known, so that the slow imports overlap with connecting to the driver.
     """
 
-    def __init__(self, spec: LaunchSpec, env: dict[str, str], agent: Watcher, guardians: Sequence[int] = ()) -> None:
+    def __init__(self, spec: LaunchSpec, env: dict[str, str], agent: TaskAgent, guardians: Sequence[int] = ()) -> None:
         """Start the process, or have it forked by the fork server with these guardians."""
         self._agent = agent
         self._loop = asyncio.get_running_loop()
@@ -160,8 +143,7 @@ class WorkerProcess:
         except BlockingIOError:
             written = 0
         except OSError:
-            self._loop.remove_writer(self._spec_fd)
-            return  # the process died, which is reported
+            written = len(self._unwritten_spec)  # the process died, which is reported
         self._unwritten_spec = self._unwritten_spec[written:]  # of a memoryview, this copies nothing
         if self._unwritten_spec:
             self._loop.add_writer(self._spec_fd, self._write_spec)
@@ -181,7 +163,7 @@ class WorkerProcess:
         except OSError:
             self._loop.remove_reader(fd)
             return
-        self._take(fd, data)
+        self._received(fd, data)
         if not data:
             self._loop.remove_reader(fd)
 
@@ -189,13 +171,11 @@ class WorkerProcess:
         if self.is_running:
             self._loop.add_reader(fd, self._readable, fd)
 
-    def _take(self, fd: int, data: bytes) -> None:
+    def _received(self, fd: int, data: bytes) -> None:
         if fd == self._result_fd:
-            self._take_result(data)
-        else:
-            self._take_output(self._streams[fd], data)
-
-    def _take_output(self, stream: str, data: bytes) -> None:
+            self._received_result(data)
+            return
+        stream = self._streams[fd]
         partial = self._partial[stream]
         partial += data
         *whole, rest = bytes(partial).split(b"\n")
@@ -211,7 +191,7 @@ class WorkerProcess:
         if lines:
             self._agent.output(self, stream, lines)
 
-    def _take_result(self, data: bytes) -> None:
+    def _received_result(self, data: bytes) -> None:
         """Parse results, each with a `RESULT_HEAD`; the newest replaces the one before."""
         buffer = self._result_buffer
         buffer += data
@@ -254,7 +234,7 @@ class WorkerProcess:
                 except OSError:
                     break
                 left -= len(data)
-                self._take(fd, data)
+                self._received(fd, data)
                 if not data:
                     break
 

@@ -190,11 +190,12 @@ def test_end_of_a_worker_that_nobody_waits_for_is_noticed_without_pidfds(monkeyp
 
 def test_long_line_is_cut_between_two_characters():
     lines = []
-    process = SimpleNamespace(_partial={"stdout": bytearray()}, _agent=SimpleNamespace())
+    process = SimpleNamespace(_partial={"stdout": bytearray()}, _agent=SimpleNamespace(), _streams={1: "stdout"})
+    process._result_fd = 2
     process._agent.output = lambda process, stream, new: lines.extend(new)
     bar = "█" * 50_000  # three bytes each
     data = bar.encode() + b"\n"
     for at in range(0, len(data), 4096):
-        WorkerProcess._take_output(process, "stdout", data[at : at + 4096])
+        WorkerProcess._received(process, 1, data[at : at + 4096])
     assert len(lines) == 3
     assert "".join(lines) == bar
