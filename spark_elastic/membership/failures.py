@@ -256,19 +256,17 @@ class EarlyLeaves:
     """Finds members that leave the collectives of others in one world after another; once may be chance."""
 
     def __init__(self) -> None:
-        self._round = 0  # the last round in which some waited for members that had left; 0: none
-        self._inferred_in = 0  # the last round in which that was concluded from a collective that failed
+        #: The last round in which some waited for members that had left, and True if a failed collective was its sign.
+        self._last = (0, False)
 
     def came_back(self, round: int, inferred: bool) -> bool:
         """Record that members left early in this round; return whether others had in an earlier one."""
-        if inferred:
-            self._inferred_in = round
-        if 0 < self._round < round:
+        if 0 < self._last[0] < round:
             return True
-        self._round = round
+        self._last = (round, inferred)
         return False
 
     def member_lost(self, round: int) -> None:
         """Forget what was concluded from a failed collective of this round, which the loss explains too."""
-        if self._inferred_in == round == self._round:
-            self._round = 0
+        if self._last == (round, True):
+            self._last = (0, False)

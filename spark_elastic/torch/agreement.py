@@ -15,17 +15,16 @@ from spark_elastic.torch.parameters import GradientSlot
 
 
 class Agreement:
-    """The members' agreement about the parameters of one optimizer; `number` is the optimizer's in this process.
+    """The members' agreement about the parameters of one optimizer, which has this number here, and these slots.
 
-    A member without a gradient for a parameter cannot know that it is sparse, so all count as dense until one shows
-    another.
+    A member without a gradient for a parameter cannot know that it is sparse: it counts as dense until one shows it.
     """
 
-    def __init__(self, number: int, sparse_as_dense: bool) -> None:
-        self._own_number = number
+    def __init__(self, number: int, slots: list[GradientSlot], names: dict[int, str], sparse_as_dense: bool) -> None:
+        self._own_number, self._slots, self._names = number, slots, names
         self._sparse_as_dense = sparse_as_dense
-        self._reached: tuple[Group | None, int] = None, 0
-        """The group whose members have agreed, and the number of joins that they had completed."""
+        self.reached: tuple[Group | None, int] = None, 0
+        """The group whose members have agreed, and the number of joins that they had completed; None: agree again."""
         self._is_new = True
         """The parameters were not compared with the other members'."""
         self.number = number
@@ -38,49 +37,40 @@ class Agreement:
         self.made_dense: set[int] = set()
         """The parameters with sparse gradients that are reduced as dense ones and then converted back."""
         self.unseen: set[int] = set()
-        """Parameters of which no member has shown a gradient yet. They count as dense until then."""
+        """Parameters of which no member has shown a gradient yet."""
         self._sparse_in_buckets: set[int] = set()
         """The parameters of which a sparse gradient was sent as a dense one, because no member had shown one before."""
 
-    def void(self) -> None:
-        """Let the members agree again before the next reduction."""
-        self._reached = None, 0
-
     def holds(self, group: Group, trained: Sequence[GradientSlot]) -> bool:
         """Return True if the members of the group have agreed that these are trained."""
-        return self._reached == (group, group.log.joins) and self.trained == trained
+        return self.reached == (group, group.log.joins) and self.trained == trained
 
-    def reach(
-        self, group: Group, trained: list[GradientSlot], slots: Sequence[GradientSlot], names: dict[int, str], how: str
-    ) -> None:
-        """Compare settings (`how`) and parameters of all members, and find out which gradients are sparse.
-
-        Raises MismatchError.
-        """
+    def reach(self, group: Group, trained: list[GradientSlot], settings: str) -> None:
+        """Compare settings and parameters of all members, and find out which gradients are sparse; or MismatchError."""
         self.trained = trained
         shapes = "; ".join(describe_tensor(slot.param) for slot in trained)
-        self.see_gradients(slots)
+        self.see_gradients()
         known = self.sparse | self.made_dense
         kinds = [2 if id(slot.param) in known else int(id(slot.param) not in self.unseen) for slot in trained]
         several, number, is_new = int(len(parameters.reducers()) > 1), self._own_number, int(self._is_new)
         detail = [*kinds, several, number, is_new]
-        if not agree(group, "DistributedOptimizer", f"{how}: {shapes}", detail=str(detail)):
+        if not agree(group, "DistributedOptimizer", f"{settings}: {shapes}", detail=str(detail)):
             of_any = torch.tensor(detail, dtype=torch.int32, device="cpu")
             group.wait(group.allreduce(of_any, Max.gloo))
             *kinds, several, number, is_new = of_any.tolist()
         if is_new:
-            check_equal(group, {names[id(slot.param)]: slot.param for slot in slots})
+            check_equal(group, {self._names[id(slot.param)]: slot.param for slot in self._slots})
             self._is_new = False
         sparse = {id(slot.param) for slot, kind in zip(trained, kinds, strict=True) if kind == 2}
         self.sparse, self.made_dense = (set(), sparse) if self._sparse_as_dense else (sparse, set())
         seen = {id(slot.param) for slot, kind in zip(trained, kinds, strict=True) if kind}
-        self.unseen = {id(slot.param) for slot in slots} - seen
+        self.unseen = {id(slot.param) for slot in self._slots} - seen
         self.is_one_of_many, self.number = bool(several), number
-        self._reached = group, group.log.joins
+        self.reached = group, group.log.joins
 
-    def see_gradients(self, slots: Sequence[GradientSlot]) -> None:
+    def see_gradients(self) -> None:
         """Note which of the parameters that had no gradient before have a sparse one."""
-        grads = {id(slot.param): slot.param.grad for slot in slots if id(slot.param) in self.unseen}
+        grads = {id(slot.param): slot.param.grad for slot in self._slots if id(slot.param) in self.unseen}
         found = {key for key, grad in grads.items() if grad is not None and grad.is_sparse}
         (self.made_dense if self._sparse_as_dense else self.sparse).update(found)
         self.unseen -= {key for key, grad in grads.items() if grad is not None}

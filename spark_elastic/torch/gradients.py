@@ -77,7 +77,7 @@ class BackwardReducer:
         """The last backward of the present step."""
         self._stamp = Stamp()
         self._slots: list[GradientSlot] = []
-        self._agreement = Agreement(self.number, self.sparse_as_dense)
+        self._agreement = Agreement(self.number, self._slots, self.names, self.sparse_as_dense)
         self._results: list[torch.Tensor | None] = []
         """The gradients that the last reduction has left, in the order of `_slots`."""
         self.replaced = False
@@ -99,7 +99,7 @@ class BackwardReducer:
         self.before_step: OrderedDict[int, Callable[[], None]] = OrderedDict()
         """Functions to call when the gradients are complete and the optimizer begins to step."""
         for other in parameters.reducers():
-            other._agreement.void()
+            other._agreement.reached = None, 0
         self.add(params)
 
     def add(self, params: Iterable[torch.nn.Parameter]) -> None:
@@ -110,7 +110,7 @@ class BackwardReducer:
             self._slots.append(GradientSlot(param, node=node))
             self._agreement.unseen.add(id(param))
             self.names.setdefault(id(param), f"parameter {index}")
-        self._agreement.void()
+        self._agreement.reached = None, 0
 
     def detach(self) -> None:
         """Remove the hooks from the parameters, so that another optimizer can reduce them, and free the buckets."""
@@ -315,7 +315,7 @@ class BackwardReducer:
         if self.launched and group is not self._group:
             raise HorovodInternalError("the world has changed during backward")
         if group is None:
-            self._agreement.see_gradients(self._slots)
+            self._agreement.see_gradients()
             if self.process_set is global_process_set:
                 process.saw_update(process.update_pending)
         else:
@@ -346,7 +346,7 @@ class BackwardReducer:
         settings = f"op={self.op.name}, predivide={self.predivide}, compression={self.compression.__name__}"
         buckets = [len(part) for part in partition([slot.param for slot in trained], self.groups)]
         settings += f", sparse_as_dense={self.sparse_as_dense}, parameters by bucket {buckets}"
-        self._agreement.reach(group, trained, self._slots, self.names, settings)
+        self._agreement.reach(group, trained, settings)
         self._stamp = Stamp()
         self._plan(group)
 

@@ -151,8 +151,8 @@ BUGS = (
     Bug(
         "ranks that make unequal steps start again for ever",
         "failures",
-        "if 0 < self._round < round:",
-        "if 0 > self._round:",
+        "if 0 < self._last[0] < round:",
+        "if 0 > self._last[0]:",
     ),
     Bug(
         "a member that has returned is not missed",
