@@ -102,8 +102,8 @@ def test_workers_of_one_job_and_of_the_next_have_the_same_server(executor):
 
 def test_server_ends_when_nobody_has_needed_it_for_the_given_time(executor):
     async def job():
-        worker, server, watcher = await Agent(executor, keep_s=0.5).started()
-        await asyncio.sleep(3)
+        worker, server, watcher = await Agent(executor, keep_s=0.2).started()
+        await asyncio.sleep(0.6)
         assert is_running(server), "it has a worker"
         worker.release()
         await ended(watcher)
