@@ -96,8 +96,8 @@ class AddressBook:
         self._tried.clear()
         asked: list[tuple[AgentId, tuple[str, ...]]] = []
         ring = list(self._agents)
-        for at, agent in enumerate(ring):
-            nearest = self._first_elsewhere(agent, itertools.chain(ring[at + 1 :], ring[:at]))
+        for index, agent in enumerate(ring):
+            nearest = self._first_elsewhere(agent, itertools.chain(ring[index + 1 :], ring[:index]))
             if targets := tuple(target for other in nearest for target in self._targets(other, agent)):
                 asked.append((agent, targets))
         return asked

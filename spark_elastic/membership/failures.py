@@ -117,8 +117,8 @@ class RegroupBackoff:
 
     def world_broke(self, version: StateVersion, now: float) -> None:
         """Count a broken world if it broke early and no loss explains it."""
-        at, before = self._began
-        if self.member_is_lost or version > before or now - at > self._settings.stall_timeout_s:
+        began_at, before = self._began
+        if self.member_is_lost or version > before or now - began_at > self._settings.stall_timeout_s:
             self.count = 0
             return
         if self.count == 0:
@@ -192,8 +192,8 @@ class CrashLoopDetector:
 
     def crashes(self, now: float) -> list[tuple[Worker, WorkerLost]]:
         """Return the members whose deaths count as crashes, each with its exit, oldest first."""
-        known = [(member, at, self.exits[id]) for id, (member, at) in self._deaths.items() if id in self.exits]
-        return [(member, exit) for member, at, exit in known if self._counts(member, at, exit, now)]
+        known = [(*death, self.exits[id]) for id, death in self._deaths.items() if id in self.exits]
+        return [(member, exit) for member, died_at, exit in known if self._counts(member, died_at, exit, now)]
 
     def is_a_loop_at_the_end(self, now: float) -> bool:
         """Return True if crashes came back until no member was left, even if they are fewer than the limit."""
@@ -210,7 +210,7 @@ class CrashLoopDetector:
         """Return when to check the limit again if no further event comes; None: it cannot be reached then."""
         if self.limit is None or self.worlds_with_deaths() < self.limit:
             return None
-        due = max(at for _, at in self._deaths.values()) + REPORT_GRACE_S
+        due = max(died_at for _, died_at in self._deaths.values()) + REPORT_GRACE_S
         return due if due > now else None
 
     def reset(self) -> None:

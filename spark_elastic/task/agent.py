@@ -307,7 +307,7 @@ class TaskAgent:
                 if self._spec.fetched_bytes:
                     self._send(wire.FunctionWanted(0))
             case wire.FunctionPart(start, part):
-                self._take_function(start, part)
+                self._receive_function(start, part)
             case wire.StartWorkerProcess(worker):
                 if self._process is None or self._process.worker is not None or not self._process.is_running:
                     self._start_process()
@@ -329,8 +329,8 @@ class TaskAgent:
                     self._finish = message
                     self._over.set()
 
-    def _take_function(self, start: int, part: bytes) -> None:
-        """Take a part of the function, and ask for the next one. With the last one, the worker that waits gets it."""
+    def _receive_function(self, start: int, part: bytes) -> None:
+        """Add a part of the function, and ask for the next one. With the last one, the worker that waits gets it."""
         if start != len(self._fetched) or not part:
             self._finish_because(f"the driver sent no part of the function at byte {len(self._fetched)}")
             return
