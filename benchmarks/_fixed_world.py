@@ -77,10 +77,7 @@ class FixedLink:
     def updates_seen(self) -> int:
         return 0
 
-    def cut_round(self) -> int:
-        return 0
-
-    def on_cut(self, callback: Callable[[int, str], None] | None) -> None: ...
+    def check_cut(self, round: int) -> None: ...
 
     def derive_key(self, purpose: str) -> bytes:
         return hashlib.sha256(purpose.encode()).digest()

@@ -467,11 +467,11 @@ class ChannelClosedError(ProtocolError):
 class HorovodInternalError(SparkElasticError, RuntimeError):
     """A collective failed because a peer is gone or was cut off. ``elastic.run`` recovers from it."""
 
-    newest: ClassVar[str | None] = None  # the message of the newest since a loop has last called its function
+    last_message: ClassVar[str | None] = None  # of the last one that was made since a loop called its function
 
     def __init__(self, message: str = "", **fields: Any) -> None:
         super().__init__(message, **fields)
-        HorovodInternalError.newest = message
+        HorovodInternalError.last_message = message
 
 
 class HostsUpdatedInterrupt(SparkElasticError):

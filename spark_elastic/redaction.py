@@ -87,3 +87,8 @@ def first_line(error: Exception) -> str:
     """Return the first line of an error's text, at most 200 characters; the name of its type if it has no text."""
     lines = redacted(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
+
+
+def class_and_first_line(error: Exception) -> str:
+    """Return the class of an error, and the first line of its text."""
+    return f"{type(error).__name__}: {first_line(error)}"

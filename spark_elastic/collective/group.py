@@ -151,8 +151,7 @@ class Group:
         """Raise HorovodInternalError if the group was closed, or the driver has ended the round."""
         if self.why is not None:
             raise HorovodInternalError(f"round {self.round} is over: {self.why}")
-        if self._link.cut_round() >= self.round:
-            raise HorovodInternalError(f"round {self.round} is over: the driver has ended it")
+        self._link.check_cut(self.round)
 
     def report_stall(self, begins: bool) -> None:
         """Report the beginning or the end of a long wait to the driver, and look for ranks that have joined."""

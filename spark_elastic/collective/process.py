@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from spark_elastic.collective.group import Group
 from spark_elastic.collective.one_thread import in_one_thread
@@ -18,18 +18,10 @@ from spark_elastic.wire import worker_link
 from spark_elastic.wire.messages import Provisional
 from spark_elastic.wire.worker_link import Assignment, WorkerLink
 
+if TYPE_CHECKING:
+    from spark_elastic.collective.process_sets import ProcessSet
+
 log = logging.getLogger("spark_elastic.collective")
-
-
-class ChosenRanks(Protocol):
-    """A set of chosen ranks, such as a `process_sets.ProcessSet`."""
-
-    process_set_id: int | None
-    ends_with_world: bool
-    """It was added inside of the elastic loop, and is removed with the present world."""
-
-    @property
-    def ranks(self) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +48,7 @@ class Process:
         self._followers: list[Callable[[Position], None]] = []
         """Called with each new position, on the user's thread. They survive `shutdown`."""
         self.in_loop = False
-        """True within an elastic loop that has not been finished in an earlier call of the user's function."""
+        """True in an elastic loop that no earlier call of the user's function has finished; set by `LoopHistory`."""
         self.called_again = False
         """True if the user's function was called again after a loop, and has not joined a world since."""
         self._reset()
@@ -76,14 +68,13 @@ class Process:
         self._groups: dict[str, Group | None] = {}
         for chosen in getattr(self, "sets", {}).values():
             chosen.process_set_id = None
-        self.sets: dict[int, ChosenRanks] = {}
+        self.sets: dict[int, ProcessSet] = {}
         """The sets of chosen ranks, by id, in the order in which they were added."""
         self._next_set = 1
-        self._cut: tuple[int, str] = (0, "")
 
     # --- joining and leaving worlds -----------------------------------------------------------
 
-    def init(self, sets: Iterable[ChosenRanks] = ()) -> None:
+    def init(self, sets: Iterable[ProcessSet] = ()) -> None:
         """Register the process sets, and take a position in the world unless this process has one; see `init` below."""
         if self.position is not None and not self.provisional:
             return
@@ -96,7 +87,7 @@ class Process:
         if self.link is None:
             self._set_position(Position())
             return
-        self.link.on_cut(self._on_cut)
+        self.link.on_cut = self._on_cut
         answer = self.link.join_at_init()
         if isinstance(answer, Provisional):
             self._set_position(Position(rank=answer.rank, size=answer.size))
@@ -162,7 +153,7 @@ class Process:
 
     def run_again(self) -> None:
         """Prepare for another call of the user's function, which adds its process sets and reaches a loop again."""
-        self.in_loop, self.called_again = False, True
+        self.called_again = True
         for chosen in list(self.sets.values()):
             self.unregister(chosen)
         self.leave_until_loop()
@@ -182,19 +173,17 @@ class Process:
 
     def shutdown(self) -> None:
         self.leave()
-        if self.link is not None:
-            self.link.on_cut(None)
         self._reset()
 
     # --- sets of chosen ranks -----------------------------------------------------------------
 
-    def register(self, chosen: ChosenRanks) -> None:
+    def register(self, chosen: ProcessSet) -> None:
         """Give the set an id, which makes it usable."""
         chosen.process_set_id = self._next_set
         self.sets[self._next_set] = chosen
         self._next_set += 1
 
-    def unregister(self, chosen: ChosenRanks) -> None:
+    def unregister(self, chosen: ProcessSet) -> None:
         """Take the set's id away, and close its group unless another set has the same members."""
         number, chosen.process_set_id = chosen.process_set_id, None
         if number is not None:
@@ -266,8 +255,8 @@ class Process:
             group = self._groups[name]
             if group is not None:
                 group.check_alive()
-            elif self.assignment is not None:
-                self._check_cut(self.assignment.world.round)
+            elif self.link is not None and self.assignment is not None:
+                self.link.check_cut(self.assignment.world.round)
             return group
         self.require()
         if self.link is None:
@@ -278,8 +267,8 @@ class Process:
 
     @in_one_thread
     def _connect(self, name: str, assignment: Assignment, ranks: Sequence[int] | None) -> Group | None:
-        assert self.link is not None
-        world = assignment.world
+        link, world = self.link, assignment.world
+        assert link is not None
         members = members_of(name, assignment) if ranks is None else [world.members[rank] for rank in ranks]
         if len(members) == 1:
             self._groups[name] = None
@@ -294,20 +283,15 @@ class Process:
 
         def made(group: Group) -> None:
             self._groups[name] = group
-            self._check_cut(world.round)  # here: later cuts find the group in `_groups`
+            link.check_cut(world.round)  # here: later cuts find the group in `_groups`
 
         try:
-            return connect(assignment, self.link, members, key if times == 1 else f"{key}#{times}", note, made)
+            return connect(assignment, link, members, key if times == 1 else f"{key}#{times}", note, made)
         except BaseException:
             self._groups.pop(name, None)
             raise
 
-    def _check_cut(self, round: int) -> None:
-        if self._cut[0] >= round:
-            raise HorovodInternalError(f"round {self._cut[0]} is over: {self._cut[1]}")
-
     def _on_cut(self, round: int, why: str) -> None:
-        self._cut = (round, why)
         for group in list(self._groups.values()):
             if group is not None and group.round <= round:
                 group.cut(why)
@@ -325,7 +309,7 @@ process = Process()
 atexit.register(process.leave)
 
 
-def init(comm: Any = None, process_sets: str | Iterable[ChosenRanks] | None = None, **kwargs: object) -> None:
+def init(comm: Any = None, process_sets: str | Iterable[ProcessSet] | None = None, **kwargs: object) -> None:
     """Join the job that this process was started for, or a world of one outside of a job. Repeats do nothing.
 
     In a job that is already running, the position is provisional until the elastic loop is entered.

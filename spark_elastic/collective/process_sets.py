@@ -36,6 +36,7 @@ class ProcessSet:
     def __init__(self, ranks: Iterable[int] | Rule) -> None:
         self.process_set_id: int | None = None
         self.ends_with_world = False
+        """It was added inside of the elastic loop, and is removed with the present world."""
         self._rule: Rule | None = ranks if callable(ranks) else None
         self._ranks = () if callable(ranks) else _checked(ranks)
 
@@ -198,7 +199,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int] | Rule) -> ProcessSe
     if isinstance(chosen, StandingSet) or chosen.process_set_id is not None:
         raise UsageError(f"{chosen} is in use already")
     in_loop = process.in_loop and (process.is_local or not process.provisional)
-    fixed = [known for known in process.sets.values() if isinstance(known, ProcessSet) and known._rule is None]
+    fixed = [known for known in process.sets.values() if known._rule is None]
     same = next((known for known in fixed if known.ranks == chosen.ranks), None)
     # inside of the loop, ranks are computed from the size, and may equal those of another set by chance
     if same is not None and chosen._rule is None and not in_loop:

@@ -96,8 +96,8 @@ class AddressBook:
         self._tried.clear()
         asked: list[tuple[AgentId, tuple[str, ...]]] = []
         ring = list(self._agents)
-        for at, agent in enumerate(ring):
-            nearest = self._first_elsewhere(agent, itertools.chain(ring[at + 1 :], ring[:at]))
+        for index, agent in enumerate(ring):
+            nearest = self._first_elsewhere(agent, itertools.chain(ring[index + 1 :], ring[:index]))
             if targets := tuple(target for other in nearest for target in self._targets(other, agent)):
                 asked.append((agent, targets))
         return asked
@@ -172,7 +172,7 @@ def check_interfaces(
         raise UnknownInterfaceError(problem, host=host, nics=())
     if nics is None:
         return addresses
-    allowed = {name: of for name, of in addresses.items() if name in nics}
+    allowed = {name: own for name, own in addresses.items() if name in nics}
     if not allowed:
         problem = f"host {host} has no interface {' or '.join(map(repr, nics))} that is up"
         found = ", ".join(f"{name} ({', '.join(own)})" for name, own in sorted(addresses.items()))

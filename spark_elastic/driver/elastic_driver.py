@@ -18,7 +18,7 @@ from typing import Protocol
 from spark_elastic import clock
 from spark_elastic.driver.output import OutputPrinter
 from spark_elastic.driver.peers import JobObserver, Peers
-from spark_elastic.driver.results import WorkerResults
+from spark_elastic.driver.results import JobResults
 from spark_elastic.errors import JobCancelledError, JobError, SessionLostError, SparkElasticError, UserFunctionError
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import events as seen
@@ -28,7 +28,7 @@ from spark_elastic.membership.machine import Membership
 from spark_elastic.membership.reasons import Wait, reported
 from spark_elastic.membership.registry import AT_INIT, DONE, READY, TRAINING
 from spark_elastic.membership.states import Phase
-from spark_elastic.membership.timeline import JobEnded, Waiting
+from spark_elastic.membership.timeline import JobEnded, WaitChanged
 from spark_elastic.membership.topology import SlotId
 from spark_elastic.redaction import redacted
 from spark_elastic.reporting.announcer import Announcer
@@ -88,7 +88,7 @@ class ElasticDriver:
         self.announcer = Announcer(spec.job, printer.say, verbose, progress, status, on_change)
         self._peers = Peers(spec, settings, self._launcher, self.announcer, printer, self._handle, self._fail, observer)
         self._launched: set[SlotId] = set()  # slots whose launch has not ended
-        self._results = WorkerResults()
+        self._results = JobResults()
         self._read_clock_every_s = min(settings.heartbeat_interval_s, MAX_CLOCK_INTERVAL_S)
         self._machine_clock = MachineClock(self._read_clock_every_s)
         self._alarm: asyncio.TimerHandle | None = None  # the next call of `_wake`
@@ -118,7 +118,7 @@ class ElasticDriver:
 
     def note_waiting(self, wait: Wait, until: float | None = None) -> None:
         """Show a wait before `run`, with its deadline on this process's monotonic clock."""
-        self.announcer.announce(Waiting(clock.monotonic(), wait, until))
+        self.announcer.announce(WaitChanged(clock.monotonic(), wait, until))
         self._announce()
 
     def never_ran(self, error: BaseException) -> BaseException:

@@ -73,7 +73,6 @@ class Peers:
         self.agents: set[AgentId] = set()  # agents that are connected and usable
         self._slot_of: dict[AgentId, SlotId] = {}  # slots of all connected agents, also of those that were sent away
         self._agent_of: dict[WorkerId, AgentId] = {}  # agents of the workers that were started and are not gone
-        self._workers_of: defaultdict[AgentId, set[WorkerId]] = defaultdict(set)  # the same by agent
         #: The filters of the workers' stderr.
         self._shown: defaultdict[WorkerId, ExpectedLines] = defaultdict(ExpectedLines)
         self._addresses = AddressBook(self.spec.nics)
@@ -102,7 +101,6 @@ class Peers:
         match command:
             case do.StartWorker(agent, worker):
                 self._agent_of[worker] = agent
-                self._workers_of[agent].add(worker)
                 self.server.to_agent(agent, wire.StartWorkerProcess(worker))
             case do.StopWorker(agent, worker, cause):
                 why = loss_in_words(cause)
@@ -170,7 +168,7 @@ class Peers:
 
     def _interfaces_changed(self, agent: AgentId, addresses: dict[str, tuple[str, ...]], probe_port: int) -> None:
         """Let the next world use the interfaces that an agent's host has now, and replace a world that used others."""
-        workers = self._workers_of.get(agent, set())
+        workers = self._workers_of(agent)
         try:
             self._addresses.changed(agent, addresses, probe_port)
         except UnknownInterfaceError as error:
@@ -184,7 +182,7 @@ class Peers:
             return
         self._probe(self._addresses.probes_for(agent))
         if agent in self._listens and not self._addresses.has(agent, self._listens[agent]):
-            for worker in tuple(workers):
+            for worker in workers:
                 self.handle(seen.AddressLost(worker))
 
     def _vacate(self, slot: SlotId) -> None:
@@ -217,8 +215,8 @@ class Peers:
             case wire.OutputLines(worker, stream, lines):
                 shown = self._shown[worker].shown(lines) if stream == "stderr" else lines
                 self.printer.worker_lines(self._name_of(worker, agent), stream, lines, shown)
-            case wire.ResultStored(worker, in_loop, run):
-                self.handle(seen.WorkerDone(worker, in_loop, run))
+            case wire.ResultStored(worker, has_loop, run):
+                self.handle(seen.WorkerDone(worker, has_loop, run))
             case wire.PeersReachable(tried, reachable):
                 self._addresses.answered(tried, reachable)
             case wire.InterfacesChanged(addresses, probe_port):
@@ -234,7 +232,7 @@ class Peers:
         slot = self._slot_of.pop(agent)
         if was_used:
             self._vacate(slot)
-        for worker in self._workers_of.pop(agent, ()):
+        for worker in self._workers_of(agent):
             self._forget_worker(worker, "its agent is gone")
         self._addresses.remove(agent)
         self._listens.pop(agent, None)
@@ -298,10 +296,11 @@ class Peers:
     def worker_gone(self, worker: WorkerId, why: str) -> None:
         self.handle(seen.WorkerLost(worker, LossCause(LossKind.CONNECTION_CLOSED, detail=why)))
 
+    def _workers_of(self, agent: AgentId) -> list[WorkerId]:
+        return [worker for worker, its_agent in self._agent_of.items() if its_agent == agent]
+
     def _forget_worker(self, worker: WorkerId, why: str) -> None:
-        agent = self._agent_of.pop(worker, None)
-        if agent is not None and agent in self._workers_of:
-            self._workers_of[agent].discard(worker)
+        self._agent_of.pop(worker, None)
         self._shown.pop(worker, None)
         self.server.drop_worker(worker, why)
 

@@ -1,6 +1,6 @@
 """RendezvousServer: the driver's end of the connections to agents and workers, and the key-value store under Gloo.
 
-It authenticates peers, identifies them by their first message, and passes further messages to its `Listener`. It
+It authenticates peers, identifies them by their first message, and passes further messages to its listener, `Peers`. It
 runs on the driver's event loop; every method must be called there.
 """
 
@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from spark_elastic.errors import ProtocolError
 from spark_elastic.membership.topology import AgentId, WorkerId
@@ -20,19 +20,10 @@ from spark_elastic.wire.admission import MAX_UNAUTHENTICATED, Admission
 from spark_elastic.wire.channel import MessageStream
 from spark_elastic.wire.encoding import encode
 
+if TYPE_CHECKING:
+    from spark_elastic.driver.peers import Peers
+
 logger = logging.getLogger(__name__)
-
-
-class Listener(Protocol):
-    """The receiver of what agents and workers send: `peers.Peers`."""
-
-    def agent_joined(self, agent: AgentId, hello: wire.AgentHello, address: str) -> None: ...
-    def agent_said(self, agent: AgentId, message: wire.Message) -> None: ...
-    def agent_gone(self, agent: AgentId, why: str) -> None: ...
-    def worker_expected(self, worker: WorkerId) -> bool: ...
-    def worker_said(self, worker: WorkerId, message: wire.Message) -> None: ...
-    def worker_gone(self, worker: WorkerId, why: str) -> None: ...
-
 
 HELLO_TIMEOUT_S = 60.0  # agents and workers send their hello as soon as they are authenticated
 MAX_ROUND_BYTES = 64 * 2**20  # of broken workers: the members of a group send about 100 bytes each
@@ -120,7 +111,7 @@ class RendezvousServer:
     def __init__(
         self,
         key: bytes,
-        listener: Listener,
+        listener: Peers,
         settings: ElasticSettings,
         *,
         encrypt: bool = False,
@@ -139,8 +130,8 @@ class RendezvousServer:
         self._unnamed: dict[MessageStream, asyncio.TimerHandle] = {}
         self._agents: dict[AgentId, MessageStream] = {}
         self._workers: dict[WorkerId, MessageStream] = {}
-        self._agent_of: dict[MessageStream, AgentId] = {}
-        self._worker_of: dict[MessageStream, WorkerId] = {}
+        self._agent_by_stream: dict[MessageStream, AgentId] = {}
+        self._worker_by_stream: dict[MessageStream, WorkerId] = {}
         self._next_agent: AgentId = 1
 
     async def start(self, sock: socket.socket) -> None:
@@ -149,9 +140,9 @@ class RendezvousServer:
 
     async def close(self) -> None:
         """Stop listening and close every connection. The listener is not called."""
-        streams = [*self._admission.close(), *self._unnamed, *self._agent_of, *self._worker_of]
-        self._agent_of.clear()
-        self._worker_of.clear()
+        streams = [*self._admission.close(), *self._unnamed, *self._agent_by_stream, *self._worker_by_stream]
+        self._agent_by_stream.clear()
+        self._worker_by_stream.clear()
         for stream in streams:
             stream.close()
         await asyncio.sleep(0)  # lets the transports write what they have buffered
@@ -189,7 +180,7 @@ class RendezvousServer:
         """Send a goodbye to a worker and close its connection. `worker_gone` is not called."""
         stream = self._workers.pop(worker, None)
         if stream is not None:
-            del self._worker_of[stream]
+            del self._worker_by_stream[stream]
             stream.send(wire.Goodbye(why))
             stream.close()
 
@@ -211,10 +202,10 @@ class RendezvousServer:
         )
 
     def _received(self, stream: MessageStream, message: wire.Message) -> None:
-        if stream in self._worker_of:
-            self._from_worker(stream, self._worker_of[stream], message)
-        elif stream in self._agent_of:
-            self._listener.agent_said(self._agent_of[stream], message)
+        if stream in self._worker_by_stream:
+            self._from_worker(stream, self._worker_by_stream[stream], message)
+        elif stream in self._agent_by_stream:
+            self._listener.agent_said(self._agent_by_stream[stream], message)
         elif stream in self._unnamed:
             self._unnamed.pop(stream).cancel()
             self._named(stream, message)
@@ -224,7 +215,7 @@ class RendezvousServer:
             agent = self._next_agent
             self._next_agent += 1
             self._agents[agent] = stream
-            self._agent_of[stream] = agent
+            self._agent_by_stream[stream] = agent
             stream.send(self._welcome)
             self._listener.agent_joined(agent, message, stream.peer_address)
         elif isinstance(message, wire.WorkerHello):
@@ -233,7 +224,7 @@ class RendezvousServer:
                 stream.close()
                 return
             self._workers[message.worker] = stream
-            self._worker_of[stream] = message.worker
+            self._worker_by_stream[stream] = message.worker
             stream.send(self._welcome)
             self._listener.worker_said(message.worker, message)
         else:
@@ -256,11 +247,11 @@ class RendezvousServer:
     def _closed(self, stream: MessageStream, why: str) -> None:
         if stream in self._unnamed:
             self._unnamed.pop(stream).cancel()
-        elif stream in self._agent_of:
-            agent = self._agent_of.pop(stream)
+        elif stream in self._agent_by_stream:
+            agent = self._agent_by_stream.pop(stream)
             del self._agents[agent]
             self._listener.agent_gone(agent, why)
-        elif stream in self._worker_of:
-            worker = self._worker_of.pop(stream)
+        elif stream in self._worker_by_stream:
+            worker = self._worker_by_stream.pop(stream)
             del self._workers[worker]
             self._listener.worker_gone(worker, why)

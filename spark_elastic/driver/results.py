@@ -13,7 +13,7 @@ from spark_elastic.wire.messages import LoopResult
 MAX_LOOP_RESULTS_BYTES = 64 << 20
 
 
-class WorkerResults:
+class JobResults:
     """The results of the finished workers, collected as their slots end."""
 
     def __init__(self) -> None:

@@ -148,6 +148,7 @@ class StatusServer:
         self._answered: deque[float] = deque()
         self._lock = threading.Lock()  # guards the two above
         self._document_lock = threading.Lock()
+        self.request_s = REQUEST_S
         self._closing, self._closed = threading.Event(), threading.Event()
         at = f"[{host}]" if ":" in host else host
         self.address = f"http://{at}:{self._port}/"
@@ -176,7 +177,7 @@ class StatusServer:
             thread.join(max(until - clock.monotonic(), 0))
             with contextlib.suppress(OSError):  # its thread has closed it
                 sock.shutdown(socket.SHUT_RDWR)
-            thread.join(REQUEST_S)
+            thread.join(self.request_s)
 
     def _accept(self) -> None:
         self._listening.settimeout(_ACCEPT_S)
@@ -226,12 +227,12 @@ class StatusServer:
         except Exception:
             logger.exception("the status page could not answer")
             response = PageResponse(500, b"internal error; the driver's log has the reason\n")
-        sock.settimeout(REQUEST_S)
+        sock.settimeout(self.request_s)
         sock.sendall(response.encode(with_body=with_body))
 
     def _read(self, sock: socket.socket) -> PageRequest:
         """Read a request. One beyond the limit is read too: a reset would keep its refusal from the client."""
-        received, part, late, until = b"", b"-", False, clock.monotonic() + REQUEST_S
+        received, part, late, until = b"", b"-", False, clock.monotonic() + self.request_s
         while part and b"\r\n\r\n" not in received and len(received) <= MAX_REQUEST_BYTES:
             sock.settimeout(max(until - clock.monotonic(), 0.001))
             try:
@@ -243,7 +244,7 @@ class StatusServer:
         if len(received) > MAX_REQUEST_BYTES:
             raise RefusedRequest(431, f"a request has at most {MAX_REQUEST_BYTES} bytes")
         if late:
-            raise RefusedRequest(408, f"the request did not arrive within {REQUEST_S:.0f} s")
+            raise RefusedRequest(408, f"the request did not arrive within {self.request_s:.0f} s")
         if not end:
             raise ConnectionAbortedError
         return PageRequest.parse(head)

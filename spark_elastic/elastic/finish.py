@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
 
@@ -18,6 +18,9 @@ from spark_elastic.collective.objects import sign, verify
 from spark_elastic.collective.process import Process, process
 from spark_elastic.errors import LoopResultError
 from spark_elastic.membership.topology import StateVersion
+
+if TYPE_CHECKING:
+    from spark_elastic.elastic.state import State
 
 log = logging.getLogger("spark_elastic.elastic.loop")
 
@@ -32,25 +35,10 @@ class LaterLoop(Exception):
     """Raised where a process enters a loop that the others have left; it uses the result of that loop instead."""
 
 
-class LoopState(Protocol):
-    """The state of a loop; `state.State`, which knows this module."""
-
-    _loop: int
-
-    @property
-    def version(self) -> StateVersion | None: ...
-
-    def save(self) -> None: ...
-
-    def _values(self) -> dict[str, Any]: ...
-
-    def _set_values(self, values: Any) -> None: ...
-
-
 class FinishedLoop(NamedTuple):
     """The outcome of an elastic loop."""
 
-    state: LoopState | None
+    state: State | None
     """The state at the loop's end, saved; None if this process skipped the loop and has only its result."""
     result: Any
     """The loop's return value."""
@@ -87,7 +75,7 @@ class LoopHistory:
             return None
         return before.state.version
 
-    def finish(self, number: int, state: LoopState | None, result: Any) -> None:
+    def finish(self, number: int, state: State | None, result: Any) -> None:
         """Keep the outcome of a loop."""
         self._finished[number - 1 :] = [FinishedLoop(state, result)]
         self._process.in_loop = False
@@ -100,6 +88,7 @@ class LoopHistory:
     def run_again(self) -> None:
         """Prepare for another call of the function."""
         self.entered = 0
+        self._process.in_loop = False
         self._process.run_again()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,9 +12,12 @@ from spark_elastic.collective.objects import broadcast_object
 from spark_elastic.collective.operations import barrier
 from spark_elastic.collective.operators import Max
 from spark_elastic.collective.process import process
-from spark_elastic.elastic.finish import LaterLoop, LoopState, loops, offer_result, result_of
+from spark_elastic.elastic.finish import LaterLoop, loops, offer_result, result_of
 from spark_elastic.elastic.run_checkpoints import RunCheckpoints
 from spark_elastic.membership.topology import StateVersion
+
+if TYPE_CHECKING:
+    from spark_elastic.elastic.state import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ class CollectiveFrontend:
         changed = (before.rank, before.size) != (after.rank, after.size)
         return Entry(root=world.root, version=world.version, sync=world.sync, moved=moved or changed)
 
-    def finished(self, loop: int, state: LoopState, result: Any) -> None:
+    def finished(self, loop: int, state: State, result: Any) -> None:
         """Keep state and result of a loop that has returned, for the case that the function is called again."""
         if process.link is not None:
             state.save()

@@ -356,9 +356,7 @@ class Handlers:
         try:
             everything = pickle.dumps((describe(self.by_name), self.light_values(), self.has_unbuilt))
             values = hashlib.blake2b(everything, digest_size=16).hexdigest()
-        except (
-            Exception
-        ):  # values that cannot be pickled are never equal; if they cannot be sent, that is an error later
+        except Exception:  # what cannot be pickled is never equal; if it cannot be sent, that is an error later
             values = secrets.token_hex(16)
         return agree(process.group(), "elastic loop", detail=values)
 

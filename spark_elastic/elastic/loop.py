@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from spark_elastic.elastic.finish import LaterLoop
-from spark_elastic.elastic.frontend import CollectiveFrontend, Entry, frontend
+from spark_elastic.elastic.frontend import Entry, frontend
 from spark_elastic.elastic.mark import running_loop
 from spark_elastic.elastic.run_checkpoints import RunCheckpoints
 from spark_elastic.elastic.state import State
@@ -30,16 +30,10 @@ def call_with_checkpoints(function: Callable[..., R], checkpoints: RunCheckpoint
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Decorate `func(state, ...)` so that it is called again whenever workers are lost or arrive.
+    """Decorate `func(state, ...)` so that it is called again whenever workers are lost or arrive, until it returns.
 
     Each time the world has changed, the reset callbacks are called, the state is synchronised and `func` is called
     again. Before `func`, call only collectives that a newcomer calls at the same time.
-    """
-    return elastic_loop(func, frontend)
-
-
-def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFrontend) -> Callable[Concatenate[S, P], R]:
-    """Wrap `func(state, ...)` so that it is called again in each new world until it returns.
 
     A `HorovodInternalError` returns the state to a point from which the survivors can resume; a `HostsUpdatedInterrupt`
     is raised at such a point. Then the next world is joined, the reset callbacks run, the state is taken over from the
@@ -69,7 +63,7 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
                 f"{name}, a loop of hvd.elastic.run, was called within another one, which could not be "
                 "repeated after a loss; call loops one after the other"
             )
-        state._frontend = frontend
+        frontend = state._frontend
         loops = frontend.loops
         loop = state._loop = loops.enter()
         kept = loops.kept(loop)
@@ -80,7 +74,7 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
         if frontend.checkpoints is not None:
             frontend.checkpoints.start_loop(state)
         try:
-            entry = _enter(state, frontend, again=kept is not None)
+            entry = _enter(state, again=kept is not None)
             result = call_until_done(state, entry, *args, **kwargs)
             if kept is not None and kept.state is not None:
                 before, after = kept.state.version, state.version
@@ -103,12 +97,12 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
         try:
             while True:
                 try:
-                    _prepare(state, entry, frontend)
+                    _prepare(state, entry)
                 except HorovodInternalError as error:
                     if entry.from_last_loop:
                         raise
                     log.info("the world broke before the function was called: %s", error)
-                    entry = frontend.rejoin(state.version)
+                    entry = state._frontend.rejoin(state.version)
                     continue
                 try:
                     return _call(functools.partial(func, state, *args, **kwargs))
@@ -122,7 +116,7 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
                 else:
                     log.info("leaving the loop for the next world")
                     state._interrupted()
-                entry = frontend.rejoin(state.version)
+                entry = state._frontend.rejoin(state.version)
         finally:
             running_loop.reset(outer)
             state._loop_over()
@@ -133,9 +127,9 @@ def elastic_loop(func: Callable[Concatenate[S, P], R], frontend: CollectiveFront
 
 def _call(function: Callable[[], R]) -> R:
     """Return the result of the function of a loop; raise HorovodInternalError also if the function has caught one."""
-    HorovodInternalError.newest = None
+    HorovodInternalError.last_message = None
     result = function()
-    caught: str | None = HorovodInternalError.newest
+    caught: str | None = HorovodInternalError.last_message
     if caught is None:
         return result
     log.warning(
@@ -147,7 +141,8 @@ def _call(function: Callable[[], R]) -> R:
     raise HorovodInternalError(caught)
 
 
-def _enter(state: State, frontend: CollectiveFrontend, *, again: bool) -> Entry:
+def _enter(state: State, *, again: bool) -> Entry:
+    frontend = state._frontend
     if again:
         return frontend.rejoin(state.version)
     try:
@@ -159,13 +154,13 @@ def _enter(state: State, frontend: CollectiveFrontend, *, again: bool) -> Entry:
         return frontend.rejoin(state.version)
 
 
-def _prepare(state: State, entry: Entry, frontend: CollectiveFrontend) -> None:
+def _prepare(state: State, entry: Entry) -> None:
     """Make the states of all members of a new world equal, after the reset callbacks."""
     # if all members come from the previous loop, none of them has the state of this loop yet
     before_this_loop = entry.version is not None and entry.version.loop < state._loop
-    resumed = False
-    if frontend.checkpoints is not None and (entry.version is None or before_this_loop):
-        resumed = frontend.checkpoints.load(state, frontend.rank() == entry.root)
+    checkpoints, resumed = state._frontend.checkpoints, False
+    if checkpoints is not None and (entry.version is None or before_this_loop):
+        resumed = checkpoints.load(state, state._frontend.rank() == entry.root)
     if entry.moved or resumed:
         state._reset_alone()
     state._sync_from(entry.root, entry.version, equal=not entry.sync and not before_this_loop)

@@ -111,9 +111,9 @@ def check_names(owner: object, names: Iterable[str]) -> None:
     kind = type(owner)
     own = {name: getattr(kind, name) for name in dir(kind)}
     methods = [n for n, each in own.items() if callable(each) or (isinstance(each, property) and each.fset is None)]
-    taken = {*methods, *vars(owner), "_frontend", "_handlers", "_mark", "_plain", "_root_unbuilt", "_steps"}
+    reserved = {*methods, *vars(owner), "_frontend", "_handlers", "_mark", "_plain", "_root_unbuilt", "_steps"}
     for name in names:
-        if name in taken:
+        if name in reserved:
             public = ", ".join(sorted(each for each in methods if not each.startswith("_")))
             raise UsageError(
                 f"{name} cannot be the name of a value of a {kind.__name__}, which uses it itself; taken are {public}, "

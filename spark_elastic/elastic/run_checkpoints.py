@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map
 
 from spark_elastic import clock
 from spark_elastic.data.store import Store
-from spark_elastic.elastic.finish import LoopState
 from spark_elastic.errors import CheckpointError
 from spark_elastic.runs.checkpoints import (
     CHECKPOINTS,
@@ -29,6 +28,9 @@ from spark_elastic.runs.checkpoints import (
 from spark_elastic.runs.lease import Fence
 from spark_elastic.runs.tensors import check_exact, detached, from_bytes, to_bytes
 from spark_elastic.wire.worker_link import notify
+
+if TYPE_CHECKING:
+    from spark_elastic.elastic.state import State
 
 log = logging.getLogger("spark_elastic.elastic.checkpoints")
 
@@ -67,7 +69,7 @@ class RunCheckpoints:
         self._writer: CheckpointWriter | None = None
         self._next_at = 0.0
 
-    def start_loop(self, state: LoopState) -> None:
+    def start_loop(self, state: State) -> None:
         """Begin a loop. Raises UsageError, which names the value, if the state cannot be written."""
         try:
             detached(values_of(state)["light"], "state", copy=False)
@@ -79,7 +81,7 @@ class RunCheckpoints:
             checkpoints = Checkpoints(folder_of(self._fence.run, self._loop), self._fence)
             self._writer = CheckpointWriter(checkpoints, KEEP, notify, patience_s=0.0)
 
-    def load(self, state: LoopState, is_root: bool) -> bool:
+    def load(self, state: State, is_root: bool) -> bool:
         """Give the state the values of the loop's checkpoint, on the root alone, whose values the others take over.
 
         Returns True, on every member alike, if there is one. Raises CheckpointError if it cannot be used.
@@ -101,7 +103,7 @@ class RunCheckpoints:
             log.info("resuming from step %d in %s", point.step, folder)
         return True
 
-    def write(self, state: LoopState, rank: int, *, end: bool = False) -> None:
+    def write(self, state: State, rank: int, *, end: bool = False) -> None:
         """Write the state on rank 0, in the background; at the end of the loop, wait until it is written.
 
         Raises RunTakenError if another driver has taken over the run.
@@ -140,7 +142,7 @@ class RunCheckpoints:
             self._writer = None
 
 
-def values_of(state: LoopState) -> dict[str, Any]:
+def values_of(state: State) -> dict[str, Any]:
     """Return the values of a state, with tensors in place of arrays of NumPy.
 
     Raises UsageError as `State._values`, and CheckpointError, which names a plain value that would not come back equal.

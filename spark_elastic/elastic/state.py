@@ -126,8 +126,8 @@ class State:
                 "commit() or check_host_updates() was called for a state other than the state of the loop; it would "
                 "neither return to its commit after a loss nor reach newcomers: give its values to the loop's state"
             )
-        if self._counter.in_loop and not self._counter.alone and HorovodInternalError.newest is not None:
-            raise HorovodInternalError(HorovodInternalError.newest)
+        if self._counter.in_loop and not self._counter.alone and HorovodInternalError.last_message is not None:
+            raise HorovodInternalError(HorovodInternalError.last_message)
         return not self._counter.alone
 
     def _commit(self) -> None:

@@ -132,6 +132,17 @@ def unequal_steps(members: Sequence[Worker], done: Sequence[Worker]) -> UnequalS
     )
 
 
+def left_early(change: WorldChange, done: Sequence[Worker], step: int) -> UnequalStepsError | None:
+    """Return which members had returned when a collective failed for which another one waited; None if none had.
+
+    A member that calls `hvd.shutdown()` at its end lets those fail that still wait for it.
+    """
+    abandoned = change.cause is not None and change.cause.kind is LossKind.ABANDONED
+    if not done or not (abandoned or change.kind is WorldChangeKind.COLLECTIVE_FAILED):
+        return None
+    return UnequalStepsError(left=ranks_of(done), waiting=(change.rank or 0,), step=None if done[0].plain else step)
+
+
 def ranks_of(workers: Iterable[Worker]) -> tuple[int, ...]:
     return tuple(sorted(worker.rank or 0 for worker in workers))
 

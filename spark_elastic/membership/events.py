@@ -118,7 +118,7 @@ class WorkerDone(Event):
     """The worker's function returned, and its agent has the result."""
 
     worker: WorkerId
-    in_loop: bool  # the function entered an elastic loop; one that did not cannot be resumed, only run again
+    has_loop: bool  # the function entered an elastic loop; one that did not cannot be resumed, only run again
     run: int = 1  # number of the call of the function, which grows with each `RerunFunction`
 
 

@@ -1,6 +1,7 @@
 """Repeated failures: pauses for slots, executors, hosts and worlds, and the point at which a job fails.
 
-`Cooldown` and `RegroupBackoff` make pauses. `CrashLoopDetector` finds crashes that would come back after any pause.
+`Cooldown` and `RegroupBackoff` make pauses. `CrashLoopDetector` finds crashes that would come back after any pause,
+`EarlyLeaves` functions that make unequal steps.
 """
 
 from __future__ import annotations
@@ -116,8 +117,8 @@ class RegroupBackoff:
 
     def world_broke(self, version: StateVersion, now: float) -> None:
         """Count a broken world if it broke early and no loss explains it."""
-        at, before = self._began
-        if self.member_is_lost or version > before or now - at > self._settings.stall_timeout_s:
+        began_at, before = self._began
+        if self.member_is_lost or version > before or now - began_at > self._settings.stall_timeout_s:
             self.count = 0
             return
         if self.count == 0:
@@ -191,8 +192,8 @@ class CrashLoopDetector:
 
     def crashes(self, now: float) -> list[tuple[Worker, WorkerLost]]:
         """Return the members whose deaths count as crashes, each with its exit, oldest first."""
-        known = [(member, at, self.exits[id]) for id, (member, at) in self._deaths.items() if id in self.exits]
-        return [(member, exit) for member, at, exit in known if self._counts(member, at, exit, now)]
+        known = [(*death, self.exits[id]) for id, death in self._deaths.items() if id in self.exits]
+        return [(member, exit) for member, died_at, exit in known if self._counts(member, died_at, exit, now)]
 
     def is_a_loop_at_the_end(self, now: float) -> bool:
         """Return True if crashes came back until no member was left, even if they are fewer than the limit."""
@@ -209,7 +210,7 @@ class CrashLoopDetector:
         """Return when to check the limit again if no further event comes; None: it cannot be reached then."""
         if self.limit is None or self.worlds_with_deaths() < self.limit:
             return None
-        due = max(at for _, at in self._deaths.values()) + REPORT_GRACE_S
+        due = max(died_at for _, died_at in self._deaths.values()) + REPORT_GRACE_S
         return due if due > now else None
 
     def reset(self) -> None:
@@ -249,3 +250,23 @@ def _is_crash(exit: WorkerLost) -> bool:
 
 def _worlds(members: Iterable[Worker]) -> int:
     return len({member.round for member in members})
+
+
+class EarlyLeaves:
+    """Finds members that leave the collectives of others in one world after another; once may be chance."""
+
+    def __init__(self) -> None:
+        #: The last round in which some waited for members that had left, and True if a failed collective was its sign.
+        self._last = (0, False)
+
+    def came_back(self, round: int, inferred: bool) -> bool:
+        """Record that members left early in this round; return whether others had in an earlier one."""
+        if 0 < self._last[0] < round:
+            return True
+        self._last = (round, inferred)
+        return False
+
+    def member_lost(self, round: int) -> None:
+        """Forget what was concluded from a failed collective of this round, which the loss explains too."""
+        if self._last == (round, True):
+            self._last = (0, False)

@@ -184,7 +184,7 @@ class Membership:
         if worker is None or event.run != worker.run or worker.state not in (BOOTING, ADMITTED, TRAINING):
             return  # an older call of the function, or a repeat
         self._workers_can_start()
-        self._worlds.on_done(worker, event.in_loop, now)
+        self._worlds.on_done(worker, event.has_loop, now)
 
     def _workers_can_start(self) -> None:
         self._any_ready = True

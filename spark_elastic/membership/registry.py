@@ -15,7 +15,7 @@ READY, TRAINING, DONE, GONE = WorkerState.READY, WorkerState.TRAINING, WorkerSta
 
 @dataclass(slots=True)
 class Slot:
-    """A place for one worker, kept over all its launches."""
+    """A single-task Spark job that runs one worker, kept over all its launches."""
 
     id: SlotId
     launched: bool = True  # its job is pending or running; False: it waits for its cooldown

@@ -12,7 +12,7 @@ from spark_elastic.membership.deadlines import Timer
 from spark_elastic.membership.failures import DEFAULT_PAUSES_S, Cooldown, CrashLoopDetector
 from spark_elastic.membership.reasons import LossCause, LossKind, Wait, hosts_in_words
 from spark_elastic.membership.registry import DONE, READY, TRAINING, Agent, Slot, Worker, WorkerRegistry
-from spark_elastic.membership.timeline import HostExcluded, Record, Waiting
+from spark_elastic.membership.timeline import HostExcluded, Record, WaitChanged
 from spark_elastic.membership.topology import AgentId, Place, SlotId, WorkerId
 from spark_elastic.settings import ElasticSettings
 
@@ -29,7 +29,7 @@ class MachineContext:
     silence: Timer[WorkerId]  # of each worker, from its first message until it is DONE or GONE
     boot_timer: Timer[WorkerId]  # of a worker that was started, or admitted, until it is ready
     exit_timer: Timer[WorkerId]  # of a worker whose process exited with 0, until its result has come
-    waiting: Waiting | None = None  # what the job waits for, as announced; None: nothing
+    waiting: WaitChanged | None = None  # what the job waits for, as announced; None: nothing
 
     def __post_init__(self) -> None:
         #: The scheduler adds and removes agents and adds workers, the lifecycle moves workers from state to state, and
@@ -50,7 +50,7 @@ class MachineContext:
         """
         last = self.waiting
         if last is None or last.deadline != deadline or not wait.is_much_like(last.wait):
-            self.waiting = Waiting(now, wait, deadline)
+            self.waiting = WaitChanged(now, wait, deadline)
             self.announce(self.waiting)
 
 

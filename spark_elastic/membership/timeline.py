@@ -131,7 +131,7 @@ class HostExcluded(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting(Record):
+class WaitChanged(Record):
     """The job waits, until `deadline` at most. Announced whenever the reason or the deadline changes."""
 
     wait: Wait

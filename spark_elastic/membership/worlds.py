@@ -20,7 +20,7 @@ from spark_elastic.errors import JobError, ResetLimitError, StateLostError, Uneq
 from spark_elastic.membership import commands as do
 from spark_elastic.membership import decisions
 from spark_elastic.membership.deadlines import Timer
-from spark_elastic.membership.failures import REPORT_GRACE_S
+from spark_elastic.membership.failures import REPORT_GRACE_S, EarlyLeaves
 from spark_elastic.membership.reasons import (
     LossCause,
     LossKind,
@@ -66,8 +66,7 @@ class WorldLifecycle:
         self._notices = 0  # the sequence number of the newest hosts-updated notice
         self._change = WorldChange(WorldChangeKind.JOB_STARTS)  # why the next world is built
         self._last_loss = "none"  # in words, for errors
-        self._unequal_in = 0  # the last round in which some waited for members that had left; 0: none
-        self._shut_down_in = 0  # the last round in which that was concluded from a collective that failed
+        self._early_leaves = EarlyLeaves()
         self._cancelled = False  # the last loss was that of a job which Spark was asked to cancel
         self._noticed_at = BEGINNING  # INTERRUPTED: `furthest` when the members were last asked to stop
         self._stall_due = 0.0  # BROKEN: when survivors that have not come back are removed
@@ -184,10 +183,10 @@ class WorldLifecycle:
         if worker.state is TRAINING and not alone and not self._done and not self._registry.after_loop():
             self._break(WorldChange(WorldChangeKind.ADDRESS_LOST, rank=worker.rank, host=worker.place.host), now)
 
-    def on_done(self, worker: Worker, in_loop: bool, now: float) -> None:
+    def on_done(self, worker: Worker, has_loop: bool, now: float) -> None:
         """Store that the worker's function returned, or have it run again if its world is broken."""
         self._cancel_timers(worker)
-        worker.plain = not in_loop
+        worker.plain = not has_loop
         again = worker.plain or worker.rerun_round != self._registry.round
         if worker.state is TRAINING and self.phase is Phase.BROKEN and again:
             if not self._left_early([worker], now):
@@ -245,8 +244,7 @@ class WorldLifecycle:
         if not graceful and worker.round > 0:
             if worker.round == self._registry.round:
                 self._quorum.backoff.member_lost()
-                if self._shut_down_in == worker.round == self._unequal_in:
-                    self._unequal_in = 0
+                self._early_leaves.member_lost(worker.round)
             self._cancelled = cause.root.kind is LossKind.CANCELLED
             self._last_loss = f"worker {worker.id} on {worker.place.host}: {loss_in_words(cause)}"
         if needed:
@@ -297,7 +295,8 @@ class WorldLifecycle:
         limit_s = self._settings.stall_timeout_s
         members = list(self._registry.in_state(TRAINING))
         unequal = decisions.unequal_steps(members, self._done_in_this_round())
-        if unequal is not None and self.phase in (Phase.RUNNING, Phase.INTERRUPTED) and self._twice(unequal, now):
+        trains = self.phase in (Phase.RUNNING, Phase.INTERRUPTED)
+        if unequal is not None and trains and self._fails_for(unequal, False, now):
             return
         idle = [worker for worker in members if worker.blocked_s is None]
         for worker in idle:
@@ -308,28 +307,19 @@ class WorldLifecycle:
             change = WorldChange(WorldChangeKind.ALL_BLOCKED, have=len(members), seconds=limit_s, unequal=unequal)
             self._break(change, now)
 
-    def _twice(self, unequal: UnequalStepsError, now: float) -> bool:
+    def _fails_for(self, unequal: UnequalStepsError, inferred: bool, now: float) -> bool:
         """Fail the job if members had left the collectives of others in an earlier world too; return whether it did."""
-        if 0 < self._unequal_in < self._registry.round:
+        again = self._early_leaves.came_back(self._registry.round, inferred)
+        if again:
             self.fail(unequal, now)
-            return True
-        self._unequal_in = self._registry.round
-        return False
+        return again
 
     def _left_early(self, done: Sequence[Worker], now: float) -> bool:
-        """Return whether the job fails because a collective has failed after these members had returned, as before.
-
-        A member that calls `hvd.shutdown()` at its end lets those fail that still wait for it. A loss explains it too.
-        """
-        change = self._change
-        abandoned = change.cause is not None and change.cause.kind is LossKind.ABANDONED
-        failed = abandoned or change.kind is WorldChangeKind.COLLECTIVE_FAILED
-        if not failed or not done or self._quorum.backoff.member_is_lost:
+        """Return whether the job fails because a collective has failed after these members had returned, as before."""
+        unequal = decisions.left_early(self._change, done, self.furthest.steps)
+        if unequal is None or self._quorum.backoff.member_is_lost:  # a loss explains it too
             return False
-        step = None if done[0].plain else self.furthest.steps
-        self._shut_down_in = self._registry.round
-        left, waiting = decisions.ranks_of(done), (change.rank or 0,)
-        return self._twice(UnequalStepsError(left=left, waiting=waiting, step=step), now)
+        return self._fails_for(unequal, True, now)
 
     def _done_in_this_round(self) -> list[Worker]:
         workers, newest = self._registry.workers, self._registry.round

@@ -10,7 +10,7 @@ from spark_elastic import clock
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.commands import Command
 from spark_elastic.membership.reasons import counted
-from spark_elastic.membership.timeline import JobEnded, Record, Waiting, WorldStarted
+from spark_elastic.membership.timeline import JobEnded, Record, WaitChanged, WorldStarted
 from spark_elastic.membership.topology import WorkerId
 from spark_elastic.redaction import redacted
 from spark_elastic.reporting.event_log import EventLog, MembershipChange
@@ -103,7 +103,7 @@ class Announcer:
         self._timeline.append(record.shifted(clock.wall() - clock.monotonic()))
         if self._status is not None:
             self._status.record(record, self._log.size)
-        if isinstance(record, Waiting):
+        if isinstance(record, WaitChanged):
             self.waiting = record.reason
             self._progress.wait(record.wait, record.deadline, record.at)
         if isinstance(record, (JobEnded, WorldStarted)):

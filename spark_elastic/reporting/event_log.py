@@ -196,7 +196,7 @@ class EventLog:
         starts_or_ends = isinstance(record, (timeline.WorldStarted, timeline.JobEnded))
         if self._pause is not None and (starts_or_ends or isinstance(record, timeline.WorldBroken)):
             self._resumed(None)
-        if self._waits is not None and (starts_or_ends or isinstance(record, timeline.Waiting)):
+        if self._waits is not None and (starts_or_ends or isinstance(record, timeline.WaitChanged)):
             self._update(self._waits, lasted_s=record.at - self.changes[self._waits].at)
             self._waits = None
         match record:
@@ -206,7 +206,7 @@ class EventLog:
                 self._broken = record
             case timeline.WorldStarted():
                 self._on_started(record)
-            case timeline.Waiting(at):
+            case timeline.WaitChanged(at):
                 self._waits = self._add(at, "waiting", "", record.reason, wait=record.wait)
             case timeline.CooldownStarted(at, kind, name, failures, until):
                 if until - at >= WORTH_A_WORD_S:

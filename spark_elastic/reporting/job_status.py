@@ -86,7 +86,7 @@ class StatusModel:
         self._settings = settings
         self._began = now
         self._ended: timeline.JobEnded | None = None
-        self._wait: timeline.Waiting | None = None
+        self._wait: timeline.WaitChanged | None = None
         self._wait_began = now
         self._heartbeats: dict[WorkerId, _Heartbeats] = {}
         self._live: tuple[LiveProgress, Speed] | None = None
@@ -117,7 +117,7 @@ class StatusModel:
             match record:
                 case timeline.WorkerLeft(_, worker):
                     self._heartbeats.pop(worker, None)
-                case timeline.Waiting():
+                case timeline.WaitChanged():
                     if self._wait is None or self._wait.wait.kind is not record.wait.kind:
                         self._wait_began = record.at
                     self._wait = record

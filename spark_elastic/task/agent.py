@@ -125,7 +125,7 @@ def _bound(addresses: list[str], ports: Iterable[int]) -> list[socket.socket] | 
 
 
 def run_agent(
-    order: wire.LaunchSpec, slot: SlotId, launch: LaunchId, report: SlotReport, guardians: Sequence[int] = ()
+    spec: wire.LaunchSpec, slot: SlotId, launch: LaunchId, report: SlotReport, guardians: Sequence[int] = ()
 ) -> AgentOutcome:
     """Run one agent to its end, on the calling (main) thread.
 
@@ -133,12 +133,12 @@ def run_agent(
     agent ends with its first guardian, the executor's JVM; a fork server ends with all of them, see `ForkServer`.
     """
     with default_child_signal():
-        return asyncio.run(_Agent(order, slot, launch, report, guardians).run())
+        return asyncio.run(TaskAgent(spec, slot, launch, report, guardians).run())
 
 
 @dataclasses.dataclass(eq=False)
-class _Agent:
-    _order: wire.LaunchSpec
+class TaskAgent:
+    _spec: wire.LaunchSpec
     _slot: SlotId
     _launch: LaunchId
     _report: SlotReport
@@ -146,7 +146,7 @@ class _Agent:
 
     def __post_init__(self) -> None:
         report = self._report
-        self._env = worker_environment(self._order, dict(os.environ), sys.path, report.cores, report.accelerators)
+        self._env = worker_environment(self._spec, dict(os.environ), sys.path, report.cores, report.accelerators)
         self._stream: MessageStream | None = None
         self._process: WorkerProcess | None = None
         self._running: set[WorkerProcess] = set()
@@ -178,7 +178,7 @@ class _Agent:
         try:
             self._start_process()
             await self._connect()
-            ports = Ports(*self._order.agent_ports)
+            ports = Ports(*self._spec.agent_ports)
             taken = taken_in_words(ports, "agent_ports", f"on host {self._report.host}")
             self._send(
                 wire.AgentHello(
@@ -205,9 +205,9 @@ class _Agent:
                 self._stream.close()
 
     def _new_probe_port(self) -> ProbePort:
-        nics = self._order.nics
-        allowed = [of for name, of in self._addresses.items() if nics is None or name in nics]
-        return ProbePort((address for of in allowed for address in of), Ports(*self._order.agent_ports))
+        nics = self._spec.nics
+        allowed = [own for name, own in self._addresses.items() if nics is None or name in nics]
+        return ProbePort((address for own in allowed for address in own), Ports(*self._spec.agent_ports))
 
     def _watch_guardian(self) -> int:
         """Return a descriptor that becomes readable when the guardian ends; -1 if it cannot be watched."""
@@ -224,9 +224,9 @@ class _Agent:
     async def _connect(self) -> None:
         """Connect to the driver, retrying until the timeout; end the agent if that fails."""
         loop = asyncio.get_running_loop()
-        deadline = clock.monotonic() + self._order.connect_timeout_s
+        deadline = clock.monotonic() + self._spec.connect_timeout_s
         failures: dict[tuple[str, int], str] = {}
-        addresses, patience_s = self._order.driver_addresses, FIRST_TRY_S
+        addresses, patience_s = self._spec.driver_addresses, FIRST_TRY_S
         while True:
             for number, (host, port) in enumerate(addresses):
                 share = max((deadline - clock.monotonic()) / (len(addresses) - number), 0.1)
@@ -246,7 +246,7 @@ class _Agent:
                     continue
                 if authenticated:
                     reached = ((host, port), *(each for each in addresses if each != (host, port)))
-                    self._order = dataclasses.replace(self._order, driver_addresses=reached)
+                    self._spec = dataclasses.replace(self._spec, driver_addresses=reached)
                     return
                 failures[host, port] = f"{with_port(host, port)}: it closed the connection during the handshake"
             if clock.monotonic() >= deadline or self._over.is_set():
@@ -268,9 +268,9 @@ class _Agent:
                 opened.set_result(authenticated)
 
         self._stream = MessageStream(
-            self._order.key,
+            self._spec.key,
             server=False,
-            encrypt=self._order.encrypt,
+            encrypt=self._spec.encrypt,
             on_open=lambda stream: answer(True),
             on_message=self._on_message,
             on_closed=self._on_closed,
@@ -304,14 +304,14 @@ class _Agent:
                 self._silence_limit_s = silence_limit_s
                 stream.set_unacknowledged_timeout(silence_limit_s)
                 self._send_heartbeat(interval_s)
-                if self._order.fetched_bytes:
+                if self._spec.fetched_bytes:
                     self._send(wire.FunctionWanted(0))
             case wire.FunctionPart(start, part):
-                self._take_function(start, part)
+                self._receive_function(start, part)
             case wire.StartWorkerProcess(worker):
                 if self._process is None or self._process.worker is not None or not self._process.is_running:
                     self._start_process()
-                if self._order.fetched_bytes:
+                if self._spec.fetched_bytes:
                     self._waits_for_function = worker
                 else:
                     self._assign(worker)
@@ -329,16 +329,16 @@ class _Agent:
                     self._finish = message
                     self._over.set()
 
-    def _take_function(self, start: int, part: bytes) -> None:
-        """Take a part of the function, and ask for the next one. With the last one, the worker that waits gets it."""
+    def _receive_function(self, start: int, part: bytes) -> None:
+        """Add a part of the function, and ask for the next one. With the last one, the worker that waits gets it."""
         if start != len(self._fetched) or not part:
             self._finish_because(f"the driver sent no part of the function at byte {len(self._fetched)}")
             return
         self._fetched += part
-        if len(self._fetched) < self._order.fetched_bytes:
+        if len(self._fetched) < self._spec.fetched_bytes:
             self._send(wire.FunctionWanted(len(self._fetched)))
             return
-        self._order = dataclasses.replace(self._order, function=bytes(self._fetched), fetched_bytes=0)
+        self._spec = dataclasses.replace(self._spec, function=bytes(self._fetched), fetched_bytes=0)
         self._fetched = bytearray()
         if self._waits_for_function is not None:
             self._assign(self._waits_for_function)
@@ -346,7 +346,7 @@ class _Agent:
 
     def _assign(self, worker: WorkerId) -> None:
         assert self._process is not None
-        self._process.assign(worker, self._order)
+        self._process.assign(worker, self._spec)
 
     def _send_heartbeat(self, interval_s: float) -> None:
         if self._finish is not None:
@@ -389,7 +389,7 @@ class _Agent:
     # --- the worker process ---------------------------------------------------------------------------
 
     def _start_process(self) -> None:
-        self._process = WorkerProcess(self._order, self._env, self, self._guardians)
+        self._process = WorkerProcess(self._spec, self._env, self, self._guardians)
         self._running.add(self._process)
         self._all_gone.clear()
 
@@ -397,17 +397,20 @@ class _Agent:
         self._send(wire.OutputLines(-1 if process.worker is None else process.worker, stream, lines))
 
     def output_may_flow(self) -> bool:
+        """Return False while there is too much unsent data; the worker's prints then block in its pipe."""
         return self._stream is None or self._stream.unsent_bytes < MAX_UNSENT_OUTPUT_BYTES
 
     def result_stored(self, process: WorkerProcess) -> None:
         if process.worker is not None and process.result is not None:
-            self._send(wire.ResultStored(process.worker, process.in_loop, process.run))
+            self._send(wire.ResultStored(process.worker, process.has_loop, process.run))
 
     def dying(self, process: WorkerProcess, exit_code: int | None) -> None:
+        """Report that the process dies, up to 50 ms before `exited`; None: its exit code is not known yet."""
         if process.worker is not None:
             self._send(wire.WorkerDying(process.worker, None if self._ends_with_guardian else exit_code))
 
     def exited(self, process: WorkerProcess, exit_code: int) -> None:
+        """Report that the process has ended, after its pipes have been read to the end."""
         self._running.discard(process)
         if not self._running:
             self._all_gone.set()
@@ -425,11 +428,11 @@ def main() -> None:
 
     launcher = int(sys.argv[1])
     die_with_parent(launcher)
-    order, slot, host, cores = pickle.load(sys.stdin.buffer)
+    spec, slot, host, cores = pickle.load(sys.stdin.buffer)
     out = sys.stdout.buffer
     sys.stdout = sys.stderr  # stdout carries the outcome alone
     report = SlotReport(host, f"local-{slot}", interface_addresses(), cores, ())
-    pickle.dump(run_agent(order, slot, 0, report, [launcher]), out)
+    pickle.dump(run_agent(spec, slot, 0, report, [launcher]), out)
     out.flush()
 
 

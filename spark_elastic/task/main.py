@@ -78,24 +78,24 @@ def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str
     faulthandler.enable()
     control = _take_stdin()
     import_modules(modules)
-    order: LaunchSpec
+    spec: LaunchSpec
     try:
-        worker, order = pickle.load(control)
+        worker, spec = pickle.load(control)
     except (EOFError, pickle.UnpicklingError):
         exit_now(EXIT_ORPHANED)
-    pickled, order = [order.function], dataclasses.replace(order, function=b"")
+    pickled, spec = [spec.function], dataclasses.replace(spec, function=b"")
     returned = threading.Event()
     next_run: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     """Numbers of further calls of the function; None: exit."""
     watch = (control, returned, next_run)
     threading.Thread(target=_watch_lifeline, args=watch, name="spark_elastic-lifeline", daemon=True).start()
-    timeout_s = order.connect_timeout_s
-    channel = connect(order.driver_addresses, order.key, timeout_s=timeout_s, encrypt=order.encrypt)
+    timeout_s = spec.connect_timeout_s
+    channel = connect(spec.driver_addresses, spec.key, timeout_s=timeout_s, encrypt=spec.encrypt)
     ends = f"spark_elastic: worker {worker} ends: "
-    link = WorkerLink(worker, channel, order.key, lambda why: exit_now(EXIT_CHANNEL_LOST, ends + why))
+    link = WorkerLink(worker, channel, spec.key, lambda why: exit_now(EXIT_CHANNEL_LOST, ends + why))
     worker_link.install(link)
     link.start()
-    call = _load(link, pickled.pop(), order.made_by)  # it may hold a model, so nothing here keeps it
+    call = _load(link, pickled.pop(), spec.made_by)  # it may hold a model, so nothing here keeps it
     _check_device(link)
     link.on_run_again = next_run.put
     with os.fdopen(result_fd, "wb") as results:
@@ -104,7 +104,7 @@ def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str
             result = _run(link, call)
             returned.set()  # first: the agent may close the lifeline as soon as it has the result
             link.returned(True)
-            results.write(RESULT_HEAD.pack(link.in_loop, run, len(result)) + result)
+            results.write(RESULT_HEAD.pack(link.has_loop, run, len(result)) + result)
             results.flush()
             sys.stdout.flush()
             sys.stderr.flush()

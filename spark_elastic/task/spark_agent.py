@@ -23,13 +23,13 @@ def run_in_task(slot: SlotId, launch: LaunchId, payload: bytes, function: bytes 
     """Run the agent of a slot. The payload is a pickled `LaunchSpec`; a large function was broadcast by itself."""
     from spark_elastic.task.agent import run_agent
 
-    order: LaunchSpec = pickle.loads(payload)
+    spec: LaunchSpec = pickle.loads(payload)
     if function is not None:
-        order = dataclasses.replace(order, function=function)
+        spec = dataclasses.replace(spec, function=function)
     # Spark replaces the daemon that forks its Python workers when a worker dies while it is created. The old daemon
     # then sends SIGHUP to all its children. An agent needs no daemon, and ends when the executor's JVM does.
     with handling(signal.SIGHUP, signal.SIG_IGN):
-        return run_agent(order, slot, launch, slot_report(), guardians())
+        return run_agent(spec, slot, launch, slot_report(), guardians())
 
 
 def prepare_workers(payload: bytes) -> None:
@@ -40,9 +40,9 @@ def prepare_workers(payload: bytes) -> None:
     from spark_elastic.task.fork_server import ForkServer
     from spark_elastic.task.worker_process import worker_environment
 
-    order: LaunchSpec = pickle.loads(payload)
-    env = worker_environment(order, dict(os.environ), sys.path, cores_in_task(), accelerators_in_task())
-    server = ForkServer(guardians(), order.keep_workers_s, env, order.preimport)
+    spec: LaunchSpec = pickle.loads(payload)
+    env = worker_environment(spec, dict(os.environ), sys.path, cores_in_task(), accelerators_in_task())
+    server = ForkServer(guardians(), spec.keep_workers_s, env, spec.preimport)
     with contextlib.suppress(OSError):
         if server.is_possible():
             server.connect().close()

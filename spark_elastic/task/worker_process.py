@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from spark_elastic.membership.topology import WorkerId
 from spark_elastic.settings import DEVICE_SETTING
@@ -25,6 +25,9 @@ from spark_elastic.task.fork_server import MESSAGE_BYTES, Ends, ForkServer
 from spark_elastic.task.memory_kills import memory_kills
 from spark_elastic.task.reaper import exit_code_of, kill_group, open_pidfd, process_state
 from spark_elastic.wire.messages import RESULT_HEAD, LaunchSpec
+
+if TYPE_CHECKING:
+    from spark_elastic.task.agent import TaskAgent
 
 logger = logging.getLogger("spark_elastic.task")
 
@@ -36,8 +39,8 @@ NCCL_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONI
 QUIET_TENSORFLOW = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 """Without it each worker prints six lines about its processor and oneDNN. Warnings and errors are still printed."""
 MAX_LINE_BYTES = 64 * 1024
-_LAST_CHARACTER = re.compile(rb"[\xc0-\xff][\x80-\xbf]*$")  # of several bytes, of which some may be still to come
 """Longer lines are split, so that progress bars and binary dumps do not accumulate in memory."""
+_LAST_CHARACTER = re.compile(rb"[\xc0-\xff][\x80-\xbf]*$")  # of several bytes, of which some may be still to come
 _READ_BYTES = 64 * 1024
 _PIPE_CAPACITY = 1024 * 1024
 """Upper bound of a pipe's content: Linux's default /proc/sys/fs/pipe-max-size. A new pipe holds 64 KiB."""
@@ -46,47 +49,27 @@ _NOT_RUNNING = ("", "T", "t", "Z", "X")
 """States of `process_state`: unknown, stopped by a signal, stopped by a debugger, zombie, dead."""
 
 
-class Watcher(Protocol):
-    """What hears of a worker process: its agent."""
-
-    def output(self, process: WorkerProcess, stream: str, lines: tuple[str, ...]) -> None: ...
-
-    def output_may_flow(self) -> bool:
-        """Return False while there is too much unsent data; the worker's prints then block in its pipe."""
-        ...
-
-    def result_stored(self, process: WorkerProcess) -> None: ...
-
-    def dying(self, process: WorkerProcess, exit_code: int | None) -> None:
-        """Report that the process dies, up to 50 ms before `exited`; None: its exit code is not known yet."""
-        ...
-
-    def exited(self, process: WorkerProcess, exit_code: int) -> None:
-        """Report that the process has ended, after its pipes have been read to the end."""
-        ...
-
-
 class WorkerProcess:
     """A process that imports the modules of a worker, then waits for its id and the function.
 
     It starts before its id is known, so that the slow imports overlap with connecting to the driver.
     """
 
-    def __init__(self, order: LaunchSpec, env: dict[str, str], agent: Watcher, guardians: Sequence[int] = ()) -> None:
+    def __init__(self, spec: LaunchSpec, env: dict[str, str], agent: TaskAgent, guardians: Sequence[int] = ()) -> None:
         """Start the process, or have it forked by the fork server with these guardians."""
         self._agent = agent
         self._loop = asyncio.get_running_loop()
-        order_read, self._order_fd = os.pipe()
+        spec_read, self._spec_fd = os.pipe()
         stdout, stdout_write = os.pipe()
         stderr, stderr_write = os.pipe()
         self._result_fd, result_write = os.pipe()
         self._death_fd, death_write = os.pipe()
-        ends = Ends(order_read, stdout_write, stderr_write, result_write, death_write)
+        ends = Ends(spec_read, stdout_write, stderr_write, result_write, death_write)
         self._process: SpawnedProcess | ForkedProcess
-        server = ForkServer(guardians, order.keep_workers_s, env, order.preimport)
+        server = ForkServer(guardians, spec.keep_workers_s, env, spec.preimport)
 
         def spawn() -> None:
-            self._process = SpawnedProcess(order.preimport, env, ends, self._gone)
+            self._process = SpawnedProcess(spec.preimport, env, ends, self._gone)
 
         def spawn_instead() -> None:  # of the fork server, which has forked none
             try:
@@ -108,19 +91,19 @@ class WorkerProcess:
         self.worker: WorkerId | None = None
         self.result: bytes | None = None
         """The newest pickled return value of the function; None until it returns."""
-        self.in_loop = False
+        self.has_loop = False
         self.run = 0
         """Number of the function's call that returned `result`."""
         self._result_buffer = bytearray()
         self._partial = {"stdout": bytearray(), "stderr": bytearray()}
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
-        self._pending_order = memoryview(b"")
+        self._unwritten_spec = memoryview(b"")
         self.is_running = True
         self._streams = {stdout: "stdout", stderr: "stderr"}
         for fd in (*self._streams, self._result_fd):
             os.set_blocking(fd, False)
             self._loop.add_reader(fd, self._readable, fd)
-        os.set_blocking(self._order_fd, False)
+        os.set_blocking(self._spec_fd, False)
         self._loop.add_reader(self._death_fd, self._dying)
 
     @property
@@ -134,11 +117,11 @@ class WorkerProcess:
         pid = self._process.pid
         return self.is_running and (pid is None or process_state(pid) not in _NOT_RUNNING)
 
-    def assign(self, worker: WorkerId, order: LaunchSpec) -> None:
+    def assign(self, worker: WorkerId, spec: LaunchSpec) -> None:
         """Send the process its id and the function; it then connects to the driver and runs the function."""
         self.worker = worker
-        self._pending_order = memoryview(pickle.dumps((worker, order)))
-        self._write_order()
+        self._unwritten_spec = memoryview(pickle.dumps((worker, spec)))
+        self._write_spec()
 
     def kill(self) -> None:
         """SIGKILL the process and its whole process group."""
@@ -147,26 +130,25 @@ class WorkerProcess:
 
     def release(self) -> None:
         """Close the lifeline; a worker whose function has returned then exits."""
-        if self._order_fd >= 0:
-            self._loop.remove_writer(self._order_fd)
-            os.close(self._order_fd)
-            self._order_fd = -1
+        if self._spec_fd >= 0:
+            self._loop.remove_writer(self._spec_fd)
+            os.close(self._spec_fd)
+            self._spec_fd = -1
 
     # --- pipes --------------------------------------------------------------------------------------
 
-    def _write_order(self) -> None:
+    def _write_spec(self) -> None:
         try:
-            written = os.write(self._order_fd, self._pending_order)
+            written = os.write(self._spec_fd, self._unwritten_spec)
         except BlockingIOError:
             written = 0
         except OSError:
-            self._loop.remove_writer(self._order_fd)
-            return  # the process died, which is reported
-        self._pending_order = self._pending_order[written:]  # of a memoryview, this copies nothing
-        if self._pending_order:
-            self._loop.add_writer(self._order_fd, self._write_order)
+            written = len(self._unwritten_spec)  # the process died, which is reported
+        self._unwritten_spec = self._unwritten_spec[written:]  # of a memoryview, this copies nothing
+        if self._unwritten_spec:
+            self._loop.add_writer(self._spec_fd, self._write_spec)
         else:
-            self._loop.remove_writer(self._order_fd)
+            self._loop.remove_writer(self._spec_fd)
 
     def _readable(self, fd: int) -> None:
         """Read once from a pipe; stop watching it at its end, and pause while the channel has too much unsent data."""
@@ -181,7 +163,7 @@ class WorkerProcess:
         except OSError:
             self._loop.remove_reader(fd)
             return
-        self._take(fd, data)
+        self._received(fd, data)
         if not data:
             self._loop.remove_reader(fd)
 
@@ -189,13 +171,11 @@ class WorkerProcess:
         if self.is_running:
             self._loop.add_reader(fd, self._readable, fd)
 
-    def _take(self, fd: int, data: bytes) -> None:
+    def _received(self, fd: int, data: bytes) -> None:
         if fd == self._result_fd:
-            self._take_result(data)
-        else:
-            self._take_output(self._streams[fd], data)
-
-    def _take_output(self, stream: str, data: bytes) -> None:
+            self._received_result(data)
+            return
+        stream = self._streams[fd]
         partial = self._partial[stream]
         partial += data
         *whole, rest = bytes(partial).split(b"\n")
@@ -211,16 +191,16 @@ class WorkerProcess:
         if lines:
             self._agent.output(self, stream, lines)
 
-    def _take_result(self, data: bytes) -> None:
+    def _received_result(self, data: bytes) -> None:
         """Parse results, each with a `RESULT_HEAD`; the newest replaces the one before."""
         buffer = self._result_buffer
         buffer += data
         while len(buffer) >= RESULT_HEAD.size:
-            in_loop, run, size = RESULT_HEAD.unpack_from(buffer)
+            has_loop, run, size = RESULT_HEAD.unpack_from(buffer)
             end = RESULT_HEAD.size + size
             if len(buffer) < end:
                 return
-            self.result, self.in_loop, self.run = bytes(buffer[RESULT_HEAD.size : end]), in_loop, run
+            self.result, self.has_loop, self.run = bytes(buffer[RESULT_HEAD.size : end]), has_loop, run
             del buffer[:end]
             self._agent.result_stored(self)
 
@@ -254,7 +234,7 @@ class WorkerProcess:
                 except OSError:
                     break
                 left -= len(data)
-                self._take(fd, data)
+                self._received(fd, data)
                 if not data:
                     break
 
@@ -362,7 +342,7 @@ class ForkedProcess:
 
 
 def worker_environment(
-    order: LaunchSpec, base: dict[str, str], sys_path: Sequence[str], cores: int, accelerators: Sequence[str]
+    spec: LaunchSpec, base: dict[str, str], sys_path: Sequence[str], cores: int, accelerators: Sequence[str]
 ) -> dict[str, str]:
     """Return a worker's environment: the task's own, limited to the cores and GPUs of this slot."""
     env = {
@@ -379,8 +359,8 @@ def worker_environment(
     }
     if accelerators:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(accelerators)
-    if order.device == "cpu":
+    if spec.device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""
-    env[DEVICE_SETTING] = order.device
-    env.update(order.env)
+    env[DEVICE_SETTING] = spec.device
+    env.update(spec.env)
     return env

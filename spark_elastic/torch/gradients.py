@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 from spark_elastic.collective.batch_statistics import is_without_rows, sums_in_backward
-from spark_elastic.collective.calls import agree, describe_tensor
+from spark_elastic.collective.calls import agree
 from spark_elastic.collective.fused import Bucket, partition
 from spark_elastic.collective.group import Group
-from spark_elastic.collective.operators import Average, Compressor, Max, NoneCompressor, ReduceOp, Sum
+from spark_elastic.collective.operators import Average, Compressor, NoneCompressor, ReduceOp, Sum
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
-from spark_elastic.collective.replicas import check_equal
 from spark_elastic.collective.shared_memory.reducer import SharedWork
 from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
 from spark_elastic.torch import backward, parameters, stamp
+from spark_elastic.torch.agreement import Agreement
 from spark_elastic.torch.backward import Backward
 from spark_elastic.torch.parameters import GradientSlot
 from spark_elastic.torch.sparse import gather_entries
@@ -44,8 +44,7 @@ class BackwardReducer:
     momentum and weight decay, given zeros. The last bucket also has the stamp of the reduction.
 
     The first reduction in each world, and after a change of what is trained, begins with a small extra reduction in
-    which the members agree on the parameters and on those with sparse gradients: a member without a gradient for such a
-    parameter cannot know that it is sparse.
+    which the members agree on the parameters and on those with sparse gradients, see `Agreement`.
 
     The fields that are not explained here are arguments of `DistributedOptimizer`.
     """
@@ -78,45 +77,29 @@ class BackwardReducer:
         """The last backward of the present step."""
         self._stamp = Stamp()
         self._slots: list[GradientSlot] = []
-        self._trained: list[GradientSlot] = []
-        """The slots of the parameters that required a gradient when the members agreed."""
+        self._agreement = Agreement(self.number, self._slots, self.names, self.sparse_as_dense)
         self._results: list[torch.Tensor | None] = []
         """The gradients that the last reduction has left, in the order of `_slots`."""
         self.replaced = False
         """Another reducer has taken over parameters of this one."""
-        self._sparse: set[int] = set()
-        self._unseen: set[int] = set()
-        """Parameters of which no member has shown a gradient yet. They count as dense until then."""
-        self._made_dense: set[int] = set()
-        """The parameters with sparse gradients that are reduced as dense ones and then converted back."""
-        self._sparse_in_buckets: set[int] = set()
-        """The parameters of which a sparse gradient was sent as a dense one, because no member had shown one before."""
         self._buckets: list[Bucket] = []
         self._made_for: Any = None
         """The division of the parameters and the number of scalars that `_buckets` were made for."""
         self._works: list[Any] = []
         self._group: Group | None = None
-        self._agreed_on: tuple[Group | None, int] = None, 0
-        """The group whose members have agreed, and the number of joins that they had completed."""
-        self._is_one_of_many = False
-        """A member has several reducers, so each reduction is announced."""
-        self._agreed_number = self.number
-        """The number of the optimizer that the members have agreed on."""
         self._graph = -1
         """The graph whose end is awaited."""
         self._nested = False
         """A backward ran within another one."""
         self._at_end = True
         """Buckets are sent at the end of the present backward only."""
-        self._is_new = True
-        """The parameters were not compared with the other members'."""
         self._failure: SparkElasticError | None = None
         self._scalars: torch.Tensor | None = None
         self._scalars_width = 0
         self.before_step: OrderedDict[int, Callable[[], None]] = OrderedDict()
         """Functions to call when the gradients are complete and the optimizer begins to step."""
         for other in parameters.reducers():
-            other._agreed_on = None, 0
+            other._agreement.reached = None, 0
         self.add(params)
 
     def add(self, params: Iterable[torch.nn.Parameter]) -> None:
@@ -125,9 +108,9 @@ class BackwardReducer:
             index = len(self._slots)
             node = parameters.observe(self, param, index, before_each=self.op is Sum)
             self._slots.append(GradientSlot(param, node=node))
-            self._unseen.add(id(param))
+            self._agreement.unseen.add(id(param))
             self.names.setdefault(id(param), f"parameter {index}")
-        self._agreed_on = None, 0
+        self._agreement.reached = None, 0
 
     def detach(self) -> None:
         """Remove the hooks from the parameters, so that another optimizer can reduce them, and free the buckets."""
@@ -192,15 +175,17 @@ class BackwardReducer:
             raise UsageError(parameters.CONVERTED)
         self._graph = graph
         if not backward.await_end(self):
-            self._at_end = self._left > 1 or self._nested or self._is_one_of_many or self._needs_agreement()
+            self._at_end = self._left > 1 or self._nested or self._agreement.is_one_of_many or self._needs_agreement()
 
     def _needs_agreement(self) -> bool:
         """Return True if the members agree before the next reduction, or a gradient may show itself as sparse."""
         group = self._present_group()
         if group is None or group is not self._group or not self._buckets:
             return True
-        trained = [slot for slot in self._slots if slot.param.requires_grad]
-        return bool(self._unseen) or self._agreed_on != (group, group.log.joins) or self._trained != trained
+        return bool(self._agreement.unseen) or not self._agreement.holds(group, self._trained())
+
+    def _trained(self) -> list[GradientSlot]:
+        return [slot for slot in self._slots if slot.param.requires_grad]
 
     def _present_group(self) -> Group | None:
         """Return the group to reduce with; None if this process is alone or not in the process set."""
@@ -234,8 +219,7 @@ class BackwardReducer:
             bucket.piggyback.copy_(self._scalars)
         self.launched += 1
         gradients = [param.grad for param in bucket.params]
-        if self._unseen:
-            self._sparse_in_buckets.update(id(p) for p in bucket.params if p.grad is not None and p.grad.is_sparse)
+        self._agreement.note_sent(bucket.params)
         self._works.append(bucket.send(self._group, self.op.gloo, gradients))
         for param, view in zip(bucket.params, bucket.views, strict=True):
             # also for those without one, until `_reduce` knows that no member has one; detached, since a loop may set
@@ -331,7 +315,7 @@ class BackwardReducer:
         if self.launched and group is not self._group:
             raise HorovodInternalError("the world has changed during backward")
         if group is None:
-            self._see_gradients()
+            self._agreement.see_gradients()
             if self.process_set is global_process_set:
                 process.saw_update(process.update_pending)
         else:
@@ -339,14 +323,13 @@ class BackwardReducer:
                 parameters.check_frozen(self._slots, self._results)
                 if self.op is Sum:
                     self.set_aside()
-                trained = [slot for slot in self._slots if slot.param.requires_grad]
-                if self._agreed_on != (group, group.log.joins) or trained != self._trained:
-                    self._trained = trained
-                    self._agree(group)
+                trained = self._trained()
+                if not self._agreement.holds(group, trained):
+                    self._agree(group, trained)
                 elif group is not self._group or not self._buckets:
                     self._plan(group)
-            if self._is_one_of_many:
-                agree(group, f"gradients of DistributedOptimizer {self._agreed_number}", str(self._stamp))
+            if self._agreement.is_one_of_many:
+                agree(group, f"gradients of DistributedOptimizer {self._agreement.number}", str(self._stamp))
             self._reduce(group)
         for slot in self._slots:
             if slot.before is not None:
@@ -358,47 +341,23 @@ class BackwardReducer:
         self.reductions += 1
         self._stamp.reductions += 1
 
-    def _agree(self, group: Group) -> None:
-        """Compare the settings of all members, and find out which gradients are sparse; raise MismatchError."""
-        shapes = "; ".join(describe_tensor(slot.param) for slot in self._trained)
+    def _agree(self, group: Group, trained: list[GradientSlot]) -> None:
+        """Agree with all members on settings and parameters, and divide these into buckets; raise MismatchError."""
         settings = f"op={self.op.name}, predivide={self.predivide}, compression={self.compression.__name__}"
-        buckets = [len(part) for part in partition([slot.param for slot in self._trained], self.groups)]
+        buckets = [len(part) for part in partition([slot.param for slot in trained], self.groups)]
         settings += f", sparse_as_dense={self.sparse_as_dense}, parameters by bucket {buckets}"
-        self._see_gradients()
-        known = self._sparse | self._made_dense
-        kinds = [2 if id(slot.param) in known else int(id(slot.param) not in self._unseen) for slot in self._trained]
-        several, number, is_new = int(len(parameters.reducers()) > 1), self.number, int(self._is_new)
-        detail = [*kinds, several, number, is_new]
-        if not agree(group, "DistributedOptimizer", f"{settings}: {shapes}", detail=str(detail)):
-            of_any = torch.tensor(detail, dtype=torch.int32, device="cpu")
-            group.wait(group.allreduce(of_any, Max.gloo))
-            *kinds, several, number, is_new = of_any.tolist()
-        if is_new:
-            check_equal(group, {self.names[id(slot.param)]: slot.param for slot in self._slots})
-            self._is_new = False
-        sparse = {id(slot.param) for slot, kind in zip(self._trained, kinds, strict=True) if kind == 2}
-        self._sparse, self._made_dense = (set(), sparse) if self.sparse_as_dense else (sparse, set())
-        seen = {id(slot.param) for slot, kind in zip(self._trained, kinds, strict=True) if kind}
-        self._unseen = {id(slot.param) for slot in self._slots} - seen
-        self._is_one_of_many, self._agreed_number = bool(several), number
+        self._agreement.reach(group, trained, settings)
         self._stamp = Stamp()
-        self._agreed_on = group, group.log.joins
         self._plan(group)
-
-    def _see_gradients(self) -> None:
-        """Note which of the parameters that had no gradient before have a sparse one."""
-        grads = {id(slot.param): slot.param.grad for slot in self._slots if id(slot.param) in self._unseen}
-        found = {key for key, grad in grads.items() if grad is not None and grad.is_sparse}
-        (self._made_dense if self.sparse_as_dense else self._sparse).update(found)
-        self._unseen -= {key for key, grad in grads.items() if grad is not None}
 
     def _plan(self, group: Group) -> None:
         """Divide the trained parameters into buckets."""
         self._group = group
         for slot in self._slots:
             slot.bucket = None
-        by_id = {id(slot.param): slot for slot in self._trained}
-        dense = [slot.param for slot in self._trained if id(slot.param) not in self._sparse]
+        trained = self._agreement.trained
+        by_id = {id(slot.param): slot for slot in trained}
+        dense = [slot.param for slot in trained if id(slot.param) not in self._agreement.sparse]
         parts = partition(dense, self.groups)
         layouts = [[(id(p), p.dtype, p.device, p.shape, p.stride()) for p in part] for part in parts]
         made_for = self._scalars_width if self.compression is NoneCompressor else 0, layouts
@@ -422,7 +381,8 @@ class BackwardReducer:
         if scalars is not None and not (self._buckets and self._buckets[-1].piggyback is not None):
             alone = group.allreduce(scalars, Sum.gloo)
         divisor = group.size if self.op is Average else 1
-        sparse = [slot.param for slot in self._trained if id(slot.param) in self._sparse]
+        agreement = self._agreement
+        sparse = [slot.param for slot in agreement.trained if id(slot.param) in agreement.sparse]
         gathered = [gather_entries(group, param, divisor) for param in sparse]
         for bucket, work in zip(self._buckets, self._works, strict=True):
             group.wait(work)
@@ -441,15 +401,12 @@ class BackwardReducer:
             group.wait(alone)
         for complete in gathered:
             complete()
-        appeared = any(s.param.grad is not None for s in self._trained if id(s.param) in self._unseen)  # on all alike
-        if appeared:
-            (self._made_dense if self.sparse_as_dense else self._sparse).update(self._sparse_in_buckets)
+        if appeared := agreement.shown():
             self.launched = 0
-            self._agree(group)
-            self._sparse_in_buckets.clear()
-        for slot in self._trained if appeared or self._made_dense else ():
+            self._agree(group, agreement.trained)
+        for slot in agreement.trained if appeared or agreement.made_dense else ():
             grad = slot.param.grad
-            if id(slot.param) in self._made_dense | self._sparse and grad is not None and not grad.is_sparse:
+            if id(slot.param) in agreement.made_dense | agreement.sparse and grad is not None and not grad.is_sparse:
                 slot.param.grad = grad.to_sparse(1)
 
     def _rearm(self) -> None:

@@ -25,18 +25,18 @@ def gather_entries(group: Group, param: torch.nn.Parameter, divisor: int) -> Cal
     if not grad.is_sparse:
         grad = grad.to_sparse(1)
     grad = grad.coalesce()
-    places, sent = grad.indices().t().contiguous(), grad.values() / divisor
-    if param.grad is not None and not len(places):
-        places, sent = places.new_full((1, grad.sparse_dim()), -1), sent.new_zeros((1, *sent.shape[1:]))
-    indices, values = (Handle(group, *launch_now(start_allgather(group, part))) for part in (places, sent))
+    own_indices, sent = grad.indices().t().contiguous(), grad.values() / divisor
+    if param.grad is not None and not len(own_indices):
+        own_indices, sent = own_indices.new_full((1, grad.sparse_dim()), -1), sent.new_zeros((1, *sent.shape[1:]))
+    indices, values = (Handle(group, *launch_now(start_allgather(group, part))) for part in (own_indices, sent))
 
     def complete() -> None:
-        at, received = indices.wait(), values.wait()
-        if not len(at):
+        positions, received = indices.wait(), values.wait()
+        if not len(positions):
             param.grad = None
             return
-        if (at < 0).any():
-            at, received = at[at[:, 0] >= 0], received[at[:, 0] >= 0]
-        param.grad = torch.sparse_coo_tensor(at.t(), received, param.shape).coalesce()
+        if (positions < 0).any():
+            positions, received = positions[positions[:, 0] >= 0], received[positions[:, 0] >= 0]
+        param.grad = torch.sparse_coo_tensor(positions.t(), received, param.shape).coalesce()
 
     return complete

@@ -16,7 +16,7 @@ _TO_SEND = [[_UNITS[0] * update + _UNITS[1 + at] for at in range(_STAMPS)] for u
 class Stamp:
     """The number of steps since the members agreed, and of reductions since the last step.
 
-    A member sends a 1 at the place of its stamp, so that other places are 0 in the sum unless a member is elsewhere. A
+    A member sends a 1 at its stamp's position, so that the others are 0 in the sum unless a member is elsewhere. A
     sum in bfloat16 may be rounded, but what is not 0 stays so. Another element says whether the driver has announced a
     coming world to this member.
     """
@@ -29,18 +29,18 @@ class Stamp:
         return f"backward {self.reductions + 1} of step {self.steps + 1} in this world"
 
     @property
-    def _place(self) -> int:
+    def _position(self) -> int:
         return self.steps % 2 * 2 + self.reductions % 2
 
     def to_send(self, update: bool) -> torch.Tensor:
         """Return the elements to sum over the members, shape (WIDTH,)."""
-        return _TO_SEND[update][self._place]
+        return _TO_SEND[update][self._position]
 
     def read(self, sums: torch.Tensor) -> bool:
         """Return True if the driver has announced a coming world to a member; raise MismatchError at unequal steps."""
-        update, *places = sums.tolist()
-        places[self._place] = 0
-        if any(places):
+        update, *counts = sums.tolist()
+        counts[self._position] = 0
+        if any(counts):
             raise MismatchError(
                 f"the workers are at different steps: this one reduces the gradients of {self}, another one those of "
                 "another backward or step. Each worker must call backward() equally often before each step(), and "

@@ -31,12 +31,12 @@ def interface_addresses() -> dict[str, tuple[str, ...]]:
         return {"lo": ("127.0.0.1",), **({"default": (default,)} if default is not None else {})}
     with_ipv4, with_ipv6 = _ipv4_addresses(), _ipv6_addresses()
     names = dict.fromkeys([*with_ipv4, *with_ipv6])
-    return {name: tuple(of[name] for of in (with_ipv4, with_ipv6) if name in of) for name in names}
+    return {name: tuple(family[name] for family in (with_ipv4, with_ipv6) if name in family) for name in names}
 
 
 def own_addresses() -> list[str]:
     """Return all addresses of `interface_addresses`, without the names."""
-    return [address for of in interface_addresses().values() for address in of]
+    return [address for own in interface_addresses().values() for address in own]
 
 
 def every_address() -> str:

@@ -108,7 +108,7 @@ class ResultStored(Message):
     """The function returned: the agent holds the result and returns it from its task when the job finishes."""
 
     worker: int
-    in_loop: bool  # true if the worker ever entered an elastic loop
+    has_loop: bool  # true if the worker ever entered an elastic loop
     run: int  # number of the function's call, see `RunAgain`; the newest result counts
 
 
@@ -417,14 +417,14 @@ class LaunchSpec:
     device: str = "auto"  # device of the workers: "auto", "cpu", "cuda" or "cuda:N"
     nics: tuple[str, ...] | None = None  # network interfaces that may carry collectives; None for any
     agent_ports: tuple[int, int] = (0, 0)  # the first and the last port at which the agents may listen; (0, 0) for any
-    preimport: tuple[str, ...] = ("torch",)  # what a worker imports while it waits for its order, see `modules_of`
+    preimport: tuple[str, ...] = ("torch",)  # what a worker imports while it waits for its spec, see `modules_of`
     encrypt: bool = False  # whether the channels are encrypted
     fetched_bytes: int = 0  # size of the function that the agent has to fetch; 0 if the function came with the launch
     keep_workers_s: float = 0.0  # how long an executor keeps a fork server of workers after the job; 0: none is used
 
 
 RESULT_HEAD = struct.Struct("<?IQ")
-"""What precedes a result in the pipe from a worker to its agent: `in_loop`, number of the call, bytes of the result."""
+"""The head of a result in the pipe from a worker to its agent: `has_loop`, number of the call, bytes of the result."""
 
 
 def modules_of(function: bytes) -> tuple[str, ...]:

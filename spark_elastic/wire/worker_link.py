@@ -56,14 +56,15 @@ class WorkerLink:
         self._updates_seen = 0
         self._cut_round = 0
         self._cut_why = ""
-        self._cut_callback: Callable[[int, str], None] | None = None
+        #: Called with a round and the reason, on the channel's thread, when the driver has ended the round.
+        self.on_cut: Callable[[int, str], object] = lambda round, why: None
         #: The driver's answers: values by key, the values of a group by its round and name, decisions by epoch.
         self._replies: dict[str | tuple[int, str] | int, Any] = {}
         self._version: StateVersion | None = None
         #: The state that the current world starts from; None once this worker has applied a step in it.
         self._starts_at: StateVersion | None = None
         self._begun = 0  # the newest round in which this worker has reported its state
-        self.in_loop = False  # true once an elastic loop was entered
+        self.has_loop = False  # true once an elastic loop was entered
         self._blocked_since: float | None = None
         self._after_loop = False
         self._loop_results: dict[int, wire.LoopResult] = {}
@@ -138,7 +139,7 @@ class WorkerLink:
 
     def entered_loop(self) -> None:
         """Record that an elastic loop was entered: this worker's state can be recovered from now on."""
-        self.in_loop = True
+        self.has_loop = True
         self._after_loop = False
 
     def left_loop(self) -> None:
@@ -176,21 +177,10 @@ class WorkerLink:
         """Return the newest hosts-updated sequence number (0: none). Cheap: no lock, no I/O."""
         return self._updates_seen
 
-    def cut_round(self) -> int:
-        """Return the number of the newest round that the driver has ended with a `Cut` message (0: none). Cheap."""
-        return self._cut_round
-
-    def on_cut(self, callback: Callable[[int, str], None] | None) -> None:
-        """Call `callback(round, why)` from the channel's thread when a `Cut` message arrives; None: call nothing.
-
-        The callback is called at once if the newest round was ended before the registration.
-        """
-        with self._changed:
-            self._cut_callback = callback
-            round, why = self._cut_round, self._cut_why
-            missed = callback is not None and round > 0 and round == self._newest_round()
-        if missed and callback is not None:
-            callback(round, why)
+    def check_cut(self, round: int) -> None:
+        """Raise HorovodInternalError if the driver has ended the round. Cheap: no lock, no I/O."""
+        if self._cut_round >= round:
+            raise HorovodInternalError(f"round {round} is over: {self._cut_why}")
 
     def derive_key(self, purpose: str) -> bytes:
         """Return 32 bytes that only this job's workers know: HMAC-SHA256 of the job's key over `purpose`.
@@ -306,11 +296,9 @@ class WorkerLink:
                 beat.start()
             case wire.Cut(round, why):
                 with self._changed:
-                    self._cut_round, self._cut_why = max(self._cut_round, round), why
-                    callback = self._cut_callback
+                    self._cut_why, self._cut_round = why, max(self._cut_round, round)
                     self._changed.notify_all()
-                if callback is not None:
-                    callback(round, why)
+                self.on_cut(round, why)
             case wire.Goodbye(why):
                 self._on_closed(why)
             case wire.RunAgain(run):

@@ -37,7 +37,7 @@ class Checker:
         self.ever_joined: set[int] = set()
         self.on_agent: dict[int, int] = {}  # worker -> agent
         self.gone: set[int] = set()  # workers the machine knows to be gone, or had killed
-        self.done: dict[int, bool] = {}  # -> in_loop
+        self.done: dict[int, bool] = {}  # -> has_loop
         self.ended: set[int] = set()  # of those, the processes that the machine knows to have ended
         self.run: dict[int, int] = {}  # worker -> the run whose result counts; 1 where there was one only
         self.again_in: dict[int, int] = {}  # worker -> the round whose end had it run again last
@@ -64,7 +64,7 @@ class Checker:
         self.counted: set[int] = set()  # slots whose failure was announced since something was started there
         self.broken_since: float | None = None
         self.shaken = False  # something that breaks a world was part of the event
-        self.waiting: t.Waiting | None = None
+        self.waiting: t.WaitChanged | None = None
         self.stats: dict[str, int] = {}
 
     def crashed(self, exit_code: int) -> None:
@@ -125,7 +125,7 @@ class Checker:
         elif isinstance(event, e.WorkerDone):
             current = event.run == self.run.get(event.worker, 1)
             if self._is_live(event.worker) and event.worker not in self.stands and current:
-                self.done.setdefault(event.worker, event.in_loop)
+                self.done.setdefault(event.worker, event.has_loop)
         elif isinstance(event, e.ExecutorDecommissioned):
             self.decommissioned.add(event.executor)
         elif isinstance(event, e.AddressLost):
@@ -475,7 +475,7 @@ class Checker:
         if isinstance(record, t.HostExcluded):
             self.excluded[record.host] = record.until
             require(self.cluster.crashes != [], f"{record.host} is left alone for nothing")
-        if isinstance(record, t.Waiting):
+        if isinstance(record, t.WaitChanged):
             require(record.deadline is not None and record.deadline > now, f"{record.reason!r} has no deadline ahead")
             require(self.waiting != record, "the same reason is announced twice")
             self.waiting = record

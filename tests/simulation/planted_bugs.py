@@ -150,9 +150,9 @@ BUGS = (
     ),
     Bug(
         "ranks that make unequal steps start again for ever",
-        "worlds",
-        "if 0 < self._unequal_in < self._registry.round:",
-        "if 0 > self._unequal_in:",
+        "failures",
+        "if 0 < self._last[0] < round:",
+        "if 0 > self._last[0]:",
     ),
     Bug(
         "a member that has returned is not missed",

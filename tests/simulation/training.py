@@ -235,7 +235,7 @@ class SimWorker:
         self.state = "done"
         self.after_loop = False
         self.cluster.results[self.id] = self.run, 0 if self.world is None else self.world.round
-        self.tell(e.WorkerDone(self.id, in_loop=not self.cluster.plan.plain, run=self.run))
+        self.tell(e.WorkerDone(self.id, has_loop=not self.cluster.plan.plain, run=self.run))
         self.cluster.bad_luck_at_the_end(self)
         if self.cluster.rng.random() < 0.2:
             self.later(0.01, 0.3, self._exit)

@@ -72,11 +72,11 @@ def test_gloo_is_chosen_with_a_reason_if_nccl_cannot_be_used(those, wanted, reas
 
 
 def test_a_job_on_cpus_hides_the_gpus_from_its_workers_and_one_task_sees_its_own_alone():
-    order = LaunchSpec("job", (), b"", b"", 1.0, "", device="cpu")
-    assert worker_environment(order, {}, [], 1, ["2"])["CUDA_VISIBLE_DEVICES"] == ""
-    order = LaunchSpec("job", (), b"", b"", 1.0, "")
-    made = worker_environment(order, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, [], 1, ["2"])
+    spec = LaunchSpec("job", (), b"", b"", 1.0, "", device="cpu")
+    assert worker_environment(spec, {}, [], 1, ["2"])["CUDA_VISIBLE_DEVICES"] == ""
+    spec = LaunchSpec("job", (), b"", b"", 1.0, "")
+    made = worker_environment(spec, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, [], 1, ["2"])
     assert made["CUDA_VISIBLE_DEVICES"] == "2"
     assert made["SPARK_ELASTIC_DEVICE"] == "auto"
     assert made["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-    assert "CUDA_VISIBLE_DEVICES" not in worker_environment(order, {}, [], 1, [])
+    assert "CUDA_VISIBLE_DEVICES" not in worker_environment(spec, {}, [], 1, [])

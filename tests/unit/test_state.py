@@ -11,7 +11,7 @@ import pytest
 from spark_elastic.collective.process import Process
 from spark_elastic.elastic.finish import LoopHistory
 from spark_elastic.elastic.frontend import Entry
-from spark_elastic.elastic.loop import elastic_loop
+from spark_elastic.elastic.loop import run
 from spark_elastic.elastic.object_state import ObjectState
 from spark_elastic.elastic.plain_values import independent_copy
 from spark_elastic.elastic.state import State
@@ -101,7 +101,7 @@ def test_a_failure_returns_to_the_last_commit_and_the_callbacks_run_before_the_s
     state._frontend = frontend
     order = []
     state.register_reset_callbacks([lambda: order.append(list(frontend.roots))])
-    assert elastic_loop(counting_to(4, fails_at=3), frontend)(state) == [1, 2, 3, 4]
+    assert run(counting_to(4, fails_at=3))(state) == [1, 2, 3, 4]
     assert order == [[0]]  # the second sync, from rank 1, came after it
     assert frontend.roots == [0, 1]
     assert frontend.rejoined == [StateVersion(steps=2)]
@@ -130,7 +130,7 @@ def test_a_generator_of_the_interrupted_step_ends_before_the_state_returns():
         return state.seen
 
     # the commit of step 1 comes before the count
-    assert elastic_loop(loop, frontend)(state) == [0, 1, 1, 2, 3]
+    assert run(loop)(state) == [0, 1, 1, 2, 3]
 
 
 async def a_coroutine(state):
@@ -144,21 +144,21 @@ def a_generator(state):
 @pytest.mark.parametrize("function", [a_coroutine, a_generator])
 def test_a_function_whose_code_runs_after_the_loop_is_refused(function):
     with pytest.raises(UsageError, match=rf"{function.__name__}, a loop of .*, is a generator or async function"):
-        elastic_loop(function, ScriptedFrontend())
+        run(function)
 
 
 def test_a_loop_within_another_and_a_loop_without_a_state_are_refused():
     frontend = ScriptedFrontend(FIRST)
     state = ObjectState(n=0, seen=[])
     state._frontend = frontend
-    within = elastic_loop(counting_to(1), frontend)
+    within = run(counting_to(1))
 
     def loop(state):
         with pytest.raises(UsageError, match=r"loop of hvd\.elastic\.run, was called within another one"):
             within(state)
         return state.n
 
-    assert elastic_loop(loop, frontend)(state) == 0
+    assert run(loop)(state) == 0
     with pytest.raises(UsageError, match=r"first argument of .* is a list and has to be a state"):
         within([])
 
@@ -175,7 +175,7 @@ def test_a_world_that_breaks_before_the_loop_starts_is_left_for_the_next():
             raise HorovodInternalError("broke in a callback")
 
     state.register_reset_callbacks([reset])
-    assert elastic_loop(counting_to(1), frontend)(state) == [1]
+    assert run(counting_to(1))(state) == [1]
     assert frontend.rejoined == [None, None]
 
 
@@ -196,6 +196,7 @@ def test_a_custom_state_returns_to_the_synchronised_values_before_its_first_comm
 
     frontend = ScriptedFrontend(next_world(steps=3), next_world(root=0, steps=3, sync=False))
     state = Mine()
+    state._frontend = frontend
     held = []
     state.register_reset_callbacks([lambda: held.append(state.value)])
 
@@ -205,7 +206,7 @@ def test_a_custom_state_returns_to_the_synchronised_values_before_its_first_comm
             raise HorovodInternalError
         return state.value
 
-    assert elastic_loop(loop, frontend)(state) == 7
+    assert run(loop)(state) == 7
     assert frontend.rejoined == [StateVersion(steps=3)]
     assert held == [0, 7]  # it may be the one whose state the next world takes over
 
@@ -269,7 +270,7 @@ def test_a_finished_loop_takes_up_its_state_when_the_function_is_called_again():
             bodies.append(state.n)
             return counting_to(4)(state)
 
-        seen = elastic_loop(loop, frontend)(state)
+        seen = run(loop)(state)
         state.seen.append("changed by the end")  # undone, when the end is done again
         return list(seen), state.version
 
@@ -300,12 +301,13 @@ class Own(State):
 
 def run_own(frontend: ScriptedFrontend, through: bool) -> tuple[int, int]:
     state = Own(0, through)
+    state._frontend = frontend
 
     def loop(state):
         state.value += 1 if state.value < 3 else 0
         return state.value if state.value == 3 else loop(state)
 
-    out = elastic_loop(loop, frontend)(state)
+    out = run(loop)(state)
     left = state.value
     state.value = -1
     return out, left

@@ -38,7 +38,7 @@ class WorldLink:
         self._requests = 0
         self._updates = 0
         self._cut = (0, "")
-        self._on_cut: Callable[[int, str], None] | None = None
+        self.on_cut: Callable[[int, str], object] = lambda round, why: None
         threading.Thread(target=self._read, name="world-link", daemon=True).start()
 
     def send(self, *message: Any) -> None:
@@ -49,7 +49,6 @@ class WorldLink:
         try:
             while True:
                 kind, *rest = self._connection.recv()
-                callback = None
                 with self._changed:
                     if kind == "world":
                         world, addresses = rest
@@ -60,12 +59,11 @@ class WorldLink:
                         self._updates = rest[0]
                     elif kind == "cut":
                         self._cut = (rest[0], rest[1])
-                        callback = self._on_cut
                     elif kind == "values":
                         self._values[rest[0]] = rest[1]
                     self._changed.notify_all()
-                if callback is not None:
-                    callback(*self._cut)
+                if kind == "cut":
+                    self.on_cut(*self._cut)
         except (EOFError, OSError):
             self.driver_gone()
 
@@ -127,15 +125,9 @@ class WorldLink:
     def updates_seen(self) -> int:
         return self._updates
 
-    def cut_round(self) -> int:
-        return self._cut[0]
-
-    def on_cut(self, callback: Callable[[int, str], None] | None) -> None:
-        with self._changed:
-            self._on_cut = callback
-            cut = self._cut
-        if callback is not None and cut[0]:
-            callback(*cut)
+    def check_cut(self, round: int) -> None:
+        if self._cut[0] >= round:
+            raise HorovodInternalError(f"round {round} was cut: {self._cut[1]}")
 
     def derive_key(self, purpose: str) -> bytes:
         return hmac.digest(b"the key of this test", purpose.encode(), hashlib.sha256)
@@ -151,12 +143,15 @@ class WorldLink:
         self.send("set", round, key, value)
 
     def kv_get(self, round: int, key: str, timeout_s: float) -> bytes:
-        value = self.kv_wait(round, key, timeout_s)
+        value = self._value(round, key, timeout_s)
         if value is None:
             raise HorovodInternalError(f"round {round} was cut: {self._cut[1]}")
         return value
 
-    def kv_wait(self, round: int, key: str, timeout_s: float | None = None) -> bytes | None:
+    def kv_wait(self, round: int, key: str) -> bytes | None:
+        return self._value(round, key)
+
+    def _value(self, round: int, key: str, timeout_s: float | None = None) -> bytes | None:
         with self._changed:
             self._requests += 1
             request = self._requests

@@ -59,7 +59,34 @@ class KerasState(ElasticState):
     # --- called by the loop ---------------------------------------------------------------------
 
     def _before_joining(self) -> None:
-        self._steps.rehearse()
+        """Trace the train step and run it once, on rows of the training data; the values are as before afterwards.
+
+        A graph's first run creates kernels and threads, which takes longer than the steps that follow.
+        """
+        model: Any = self.__dict__.get("model")
+        in_advance = self._steps.fit.batches_in_advance
+        if BACKEND != "tensorflow" or in_advance is None:
+            return
+        if getattr(model, "optimizer", None) is None or model.run_eagerly:
+            return
+        self.save()
+        self._steps.snapshots.wrap()
+        try:
+            model.make_train_function()
+            if model.built and model.optimizer.built:
+                with self._frontend.alone():
+                    model.train_function(in_advance(1))
+            else:  # the root's variables may not exist yet, and those that a step makes here would keep its changes
+                import tensorflow as tf
+
+                with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+                    model.train_function(in_advance(0))  # traces it
+        except Exception as error:  # if it comes again, `fit` raises it where its caller expects that
+            log.info("the train step could not be run before joining: %s", error)
+            model.train_function = None
+        finally:
+            self._steps.drop_passes()
+            self.restore()
 
     def _function_begins(self) -> None:
         self._steps.drop_passes()  # those before the loop, which members have made unequally often
@@ -236,35 +263,3 @@ class KerasSteps(OptimizerSteps):
 
     def _accumulating(self) -> list[Any]:
         return [steps for steps in self.snapshots.reducing() if steps.passes > 1]
-
-    # --- a newcomer -----------------------------------------------------------------------------
-
-    def rehearse(self) -> None:
-        """Trace the train step and run it once, on rows of the training data; the values are as before afterwards.
-
-        A graph's first run creates kernels and threads, which takes longer than the steps that follow.
-        """
-        model = self._state.__dict__.get("model")
-        in_advance = self.fit.batches_in_advance
-        if BACKEND != "tensorflow" or in_advance is None:
-            return
-        if getattr(model, "optimizer", None) is None or model.run_eagerly:
-            return
-        self._state.save()
-        self.snapshots.wrap()
-        try:
-            model.make_train_function()
-            if model.built and model.optimizer.built:
-                with self._state._frontend.alone():
-                    model.train_function(in_advance(1))
-            else:  # the root's variables may not exist yet, and those that a step makes here would keep its changes
-                import tensorflow as tf
-
-                with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
-                    model.train_function(in_advance(0))  # traces it
-        except Exception as error:  # if it comes again, `fit` raises it where its caller expects that
-            log.info("the train step could not be run before joining: %s", error)
-            model.train_function = None
-        finally:
-            self.drop_passes()
-            self._state.restore()

@@ -23,9 +23,8 @@ from spark_elastic.collective.operations import allreduce_, barrier, broadcast_
 from spark_elastic.collective.operators import Max
 from spark_elastic.collective.process import process
 from spark_elastic.data.reader import Batch, BatchReader
-from spark_elastic.elastic.frontend import frontend
 from spark_elastic.elastic.handlers import Handlers, StateHandler
-from spark_elastic.elastic.loop import elastic_loop
+from spark_elastic.elastic.loop import run
 from spark_elastic.elastic.mark import OptimizerSteps, StepCounter
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.callbacks import Callback
@@ -99,12 +98,13 @@ class Trainer:
         self._reader("train").preload()
 
     def run(self) -> TrainingResult:
+        @run
         def loop(state: TrainingState) -> TrainingResult:
             self.run_in_world()
             return self._result()
 
         try:
-            return elastic_loop(loop, frontend)(self.state)
+            return loop(self.state)
         finally:
             self.close()
 

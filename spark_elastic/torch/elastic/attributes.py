@@ -17,7 +17,7 @@ from spark_elastic.errors import UsageError
 OF_MODULES = frozenset(vars(torch.nn.Module()))
 """Attributes of all modules."""
 _OF_HOOKS = ("step", "state_dict", "load_state_dict")
-_HOOKED = (f"_optimizer_{of}_{when}_hooks" for of in _OF_HOOKS for when in ("pre", "post"))
+_HOOKED = (f"_optimizer_{kind}_{when}_hooks" for kind in _OF_HOOKS for when in ("pre", "post"))
 OF_OPTIMIZERS = frozenset(
     [
         *("defaults", "state", "param_groups", "step", "_inner", "_reducer", *_HOOKED),

@@ -29,12 +29,12 @@ class BufferCopies:
 
     def __init__(self) -> None:
         self._modules: list[torch.nn.Module] = []
-        self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]] = []
+        self._entries: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]] = []
         self._copies: list[torch.Tensor] = []
 
     def save(self, modules: Sequence[torch.nn.Module]) -> None:
         self._modules = list(modules)
-        self._places = [(m._buffers, name, buffer) for m in modules for name, buffer in m._buffers.items()]
+        self._entries = [(m._buffers, name, buffer) for m in modules for name, buffer in m._buffers.items()]
         tensors = self._tensors()
         if [(c.shape, c.dtype, c.device) for c in self._copies] == [(t.shape, t.dtype, t.device) for t in tensors]:
             copy_all(self._copies, tensors)
@@ -44,12 +44,12 @@ class BufferCopies:
     def restore(self) -> None:
         for module in self._modules:
             module._buffers.clear()  # a forward pass may have registered more
-        for buffers, name, buffer in self._places:
+        for buffers, name, buffer in self._entries:
             buffers[name] = buffer
         copy_all(self._tensors(), self._copies)
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [buffer for *_, buffer in self._places if buffer is not None]
+        return [buffer for *_, buffer in self._entries if buffer is not None]
 
 
 class ModelTensor(NamedTuple):

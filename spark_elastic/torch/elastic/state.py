@@ -164,7 +164,7 @@ class TorchOptimizerSteps(OptimizerSteps):
 
     def _parameters(self) -> dict[str, torch.Tensor]:
         models = self._handlers.of_type(ModelStateHandler)
-        named = {f"{of}.{name}": p for of, each in models.items() for name, p in each.value.named_parameters()}
+        named = {f"{key}.{name}": p for key, each in models.items() for name, p in each.value.named_parameters()}
         return named | {name: each.value for name, each in self._handlers.of_type(ParameterHandler).items()}
 
     def passes_begun(self) -> int:

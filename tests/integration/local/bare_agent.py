@@ -10,6 +10,6 @@ from spark_elastic.task.main import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent(os.getppid())
-    order, slot, host, cores = pickle.load(sys.stdin.buffer)
-    outcome = run_agent(order, slot, 0, SlotReport(host, f"local-{slot}", {}, cores, ()))
+    spec, slot, host, cores = pickle.load(sys.stdin.buffer)
+    outcome = run_agent(spec, slot, 0, SlotReport(host, f"local-{slot}", {}, cores, ()))
     pickle.dump(outcome, sys.stdout.buffer)

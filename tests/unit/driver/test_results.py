@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_elastic.driver.results import LoopResults, WorkerResults
+from spark_elastic.driver.results import JobResults, LoopResults
 from spark_elastic.errors import ResultError
 from spark_elastic.membership.launcher import LaunchEnd
 from spark_elastic.membership.reasons import LossCause, LossKind, reported
@@ -14,9 +14,9 @@ from spark_elastic.wire.messages import LoopResult
 KILLED = reported("executor 3 was killed")
 
 
-def arrived(of: dict[int, bytes], lost: dict[int, LossCause]) -> WorkerResults:
+def arrived(of: dict[int, bytes], lost: dict[int, LossCause]) -> JobResults:
     """Workers 5, 6, 7 of slots 0, 1, 2 had finished, with ranks in that order."""
-    out = WorkerResults()
+    out = JobResults()
     out.expect((5, 6, 7), {0: 5, 1: 6, 2: 7})
     for slot, result in of.items():
         out.slot_ended(LaunchEnd(slot, reported("returned"), AgentOutcome(5 + slot, result, "returned")))

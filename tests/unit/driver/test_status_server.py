@@ -12,8 +12,14 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.driver import status_server
-from spark_elastic.driver.status_server import TOKEN_VARIABLE, StatusServer, listen_for_pages, make_token, page
+from spark_elastic.driver.status_server import (
+    MAX_CONNECTIONS,
+    TOKEN_VARIABLE,
+    StatusServer,
+    listen_for_pages,
+    make_token,
+    page,
+)
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.membership.timeline import JobEnded
 from spark_elastic.reporting.job_status import JobStatus, StatusModel
@@ -141,14 +147,13 @@ def test_malformed_and_large_requests_are_refused(server: StatusServer, sent: by
     assert ask(server, "/status.json", **BEARER)[0] == 200, "it still serves others"
 
 
-def test_slow_request_is_ended(server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_server, "REQUEST_S", 0.2)
+def test_slow_request_is_ended(server: StatusServer) -> None:
+    server.request_s = 0.2
     assert raw(server, b"GET / HTTP/1.1\r\nHost:").startswith(b"HTTP/1.1 408")
 
 
-def test_connections_beyond_the_limit_are_refused(server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_server, "MAX_CONNECTIONS", 3)
-    held = [socket.create_connection(("127.0.0.1", port_of(server)), timeout=20) for _ in range(3)]
+def test_connections_beyond_the_limit_are_refused(server: StatusServer) -> None:
+    held = [socket.create_connection(("127.0.0.1", port_of(server)), timeout=20) for _ in range(MAX_CONNECTIONS)]
     try:
         assert ask(server, "/status.json", **BEARER)[0] == 503
     finally:

@@ -74,8 +74,8 @@ _EVENTS: list[tuple[str, Callable[..., e.Event]]] = [
     (r"the address of worker (\d+) is gone", lambda w: e.AddressLost(int(w))),
     (r"worker (\d+) is lost: (.*)", lambda w, why: e.WorkerLost(int(w), reported(why))),
     (r"worker (\d+) abandons: (.*)", lambda w, why: e.WorkerAbandoned(int(w), why)),
-    (r"worker (\d+) is done(?:, run (\d+))?", lambda w, run: e.WorkerDone(int(w), in_loop=True, run=int(run or 1))),
-    (r"worker (\d+) is done without a loop", lambda w: e.WorkerDone(int(w), in_loop=False)),
+    (r"worker (\d+) is done(?:, run (\d+))?", lambda w, run: e.WorkerDone(int(w), has_loop=True, run=int(run or 1))),
+    (r"worker (\d+) is done without a loop", lambda w: e.WorkerDone(int(w), has_loop=False)),
     (r"worker (\d+) raises (\w+): (.*)", lambda w, kind, text: e.WorkerRaised(int(w), kind, text, "Traceback ...")),
     (r"executor (\w+) is decommissioned", lambda x: e.ExecutorDecommissioned(x)),
     (r"executor (\w+) is lost: (.*)", lambda x, why: e.ExecutorLost(x, reported(why))),
@@ -217,7 +217,7 @@ def _told(command: c.Command) -> str | None:
             return f"finish with the results of {_workers(workers)}"
         case c.FailJob(error):
             return f"fail with {type(error).__name__}: {str(error).splitlines()[0]}"
-        case c.Announce(t.Waiting(_, _, deadline) as waiting):
+        case c.Announce(t.WaitChanged(_, _, deadline) as waiting):
             return f"- {waiting.reason} (until {deadline:g})"
         case c.Announce(t.HostExcluded(_, host, worlds, until)):
             return f"- host {host} is left alone until {until:g}: {crashes_in_words(worlds)}"

@@ -108,7 +108,7 @@ def test_a_bug_is_reported_even_if_the_exit_of_its_process_is_heard_first() -> N
 def test_exit_with_0_that_is_heard_before_the_done_is_no_loss() -> None:
     machine = training(1)
     assert machine.handle(WorkerLost(1, exited(0)), 1.0) == []
-    assert only(FinishJob, machine.handle(WorkerDone(1, in_loop=True), 1.01)) == [FinishJob((1,))]
+    assert only(FinishJob, machine.handle(WorkerDone(1, has_loop=True), 1.01)) == [FinishJob((1,))]
 
 
 def test_an_exit_with_0_without_a_done_is_a_loss() -> None:

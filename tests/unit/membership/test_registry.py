@@ -28,7 +28,7 @@ def test_worker_that_failed_is_counted_once() -> None:
 
 
 def test_function_that_returned_is_a_success_even_if_its_process_ends() -> None:
-    registry = machine_after(*(WorkerDone(i, in_loop=True) for i in (1, 2, 3)), WorkerLost(1, exited(0))).registry
+    registry = machine_after(*(WorkerDone(i, has_loop=True) for i in (1, 2, 3)), WorkerLost(1, exited(0))).registry
     assert counts(registry) == (0, 3, 0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from spark_elastic import clock
 from spark_elastic.membership import events as e
 from spark_elastic.membership.reasons import LossCause, LossKind, Wait, WaitKind
-from spark_elastic.membership.timeline import CooldownStarted, HostExcluded, JobEnded, Waiting, WorkerLeft
+from spark_elastic.membership.timeline import CooldownStarted, HostExcluded, JobEnded, WaitChanged, WorkerLeft
 from spark_elastic.membership.topology import Place
 from spark_elastic.reporting.announcer import CAUSE_S, Announcer
 
@@ -16,12 +16,12 @@ def test_all_times_of_a_record_are_turned_into_wall_clock_time():
     for record in (
         HostExcluded(10.0, "a", 3, until=70.0),
         CooldownStarted(10.0, "slot", "1", 2, until=70.0),
-        Waiting(10.0, wait, deadline=70.0),
+        WaitChanged(10.0, wait, deadline=70.0),
     ):
         announcer.announce(record)
     to_wall = clock.wall() - clock.monotonic()
     for record in announcer.timeline:
-        end = record.deadline if isinstance(record, Waiting) else record.until
+        end = record.deadline if isinstance(record, WaitChanged) else record.until
         assert abs(record.at - 10.0 - to_wall) < 1.0
         assert abs(end - record.at - 60.0) < 1e-3
     assert str(announcer.timeline[0]) == "host a is left alone for 60 s: 3 worlds in a row crashed there"
@@ -42,7 +42,7 @@ def test_loss_is_printed_once_its_cause_is_known_or_the_wait_for_it_is_over():
 
 def test_end_of_the_job_ends_the_wait():
     announcer = Announcer("job", print, verbose=0)
-    announcer.announce(Waiting(1.0, Wait(WaitKind.SLOTS, have=1, need=2, left_s=9.0), 10.0))
+    announcer.announce(WaitChanged(1.0, Wait(WaitKind.SLOTS, have=1, need=2, left_s=9.0), 10.0))
     assert announcer.waiting == "1 of 2 slots; waiting up to 9 s for more executors"
     announcer.announce(JobEnded(2.0, "finished", "1 worker is done"))
     assert announcer.waiting == ""

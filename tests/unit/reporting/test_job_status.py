@@ -10,7 +10,7 @@ import pytest
 
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.reasons import LossCause, LossKind, Wait, WaitKind, WorldChange, WorldChangeKind
-from spark_elastic.membership.timeline import JobEnded, Waiting, WorkerLeft, WorldStarted
+from spark_elastic.membership.timeline import JobEnded, WaitChanged, WorkerLeft, WorldStarted
 from spark_elastic.membership.topology import Place, StateVersion
 from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.job_status import (
@@ -49,8 +49,8 @@ def started(at: float, size: int) -> WorldStarted:
     return WorldStarted(at, 1, size, 0, None, False, None, WorldChange(WorldChangeKind.JOB_STARTS))
 
 
-def waiting(at: float, have: int, deadline: float) -> Waiting:
-    return Waiting(at, Wait(WaitKind.REPLACEMENTS, have=have, need=2), deadline)
+def waiting(at: float, have: int, deadline: float) -> WaitChanged:
+    return WaitChanged(at, Wait(WaitKind.REPLACEMENTS, have=have, need=2), deadline)
 
 
 def test_rates_and_heartbeats_come_from_the_workers_own_messages() -> None:

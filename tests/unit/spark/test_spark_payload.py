@@ -15,9 +15,9 @@ from spark_elastic.wire.messages import LaunchSpec
 
 @pytest.fixture
 def sent(monkeypatch):
-    """(payload, shared) of the launcher that a classic cluster builds for an order."""
+    """(payload, shared) of the launcher that a classic cluster builds for a spec."""
 
-    def made_for(order):
+    def made_for(spec):
         kept = []
 
         class Launcher:
@@ -25,18 +25,18 @@ def sent(monkeypatch):
                 kept.append((payload_for_slot(0), shared))
 
         monkeypatch.setattr(classic, "SparkLauncher", Launcher)
-        classic.ClassicCluster(None)._launchers(order, agent=None)(lambda end: None)
+        classic.ClassicCluster(None)._launchers(spec, agent=None)(lambda end: None)
         return kept[0]
 
     return made_for
 
 
-def order(function):
+def spec(function):
     return LaunchSpec("job", (("10.0.0.1", 1),), b"k" * 32, function, 60.0, "this test")
 
 
 def test_a_large_function_is_shared_and_the_key_stays_in_the_small_task(sent):
-    large = order(bytes(3_000_000))
+    large = spec(bytes(3_000_000))
     payload, shared = sent(large)
     assert shared == large.function
     assert large.key not in shared
@@ -45,13 +45,13 @@ def test_a_large_function_is_shared_and_the_key_stays_in_the_small_task(sent):
 
 
 def test_a_small_function_travels_in_the_task(sent):
-    small = order(b"f")
+    small = spec(b"f")
     payload, shared = sent(small)
     assert shared is None
     assert pickle.loads(payload) == small
 
 
 def test_task_reassembles_the_launch_spec(monkeypatch):
-    monkeypatch.setattr(agent, "run_agent", lambda order, *rest: order)
-    assert spark_agent.run_in_task(0, 1, pickle.dumps(order(b"")), b"large") == order(b"large")
-    assert spark_agent.run_in_task(0, 1, pickle.dumps(order(b"f"))) == order(b"f")
+    monkeypatch.setattr(agent, "run_agent", lambda spec, *rest: spec)
+    assert spark_agent.run_in_task(0, 1, pickle.dumps(spec(b"")), b"large") == spec(b"large")
+    assert spark_agent.run_in_task(0, 1, pickle.dumps(spec(b"f"))) == spec(b"f")

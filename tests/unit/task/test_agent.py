@@ -8,7 +8,7 @@ import subprocess
 from typing import Any
 
 from spark_elastic.membership.topology import SlotReport
-from spark_elastic.task.agent import _Agent
+from spark_elastic.task.agent import TaskAgent
 from spark_elastic.task.reaper import default_child_signal
 from spark_elastic.task.worker_process import memory_kills
 from spark_elastic.wire.messages import LaunchSpec, WorkerDying, WorkerExited
@@ -29,7 +29,7 @@ def reports_of(guardian_signal: int | None) -> list[object]:
 
     async def live() -> list[object]:
         with subprocess.Popen(["sleep", "60"]) as guardian:
-            agent = _Agent(LaunchSpec("job", (), b"", b"", 1.0, ""), 0, 0, REPORT, [guardian.pid])
+            agent = TaskAgent(LaunchSpec("job", (), b"", b"", 1.0, ""), 0, 0, REPORT, [guardian.pid])
             sent: list[object] = []
             agent._send = sent.append
             agent._watch_guardian()

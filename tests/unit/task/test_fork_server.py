@@ -44,11 +44,11 @@ class Agent:
     def __init__(self, executor, keep_s=20.0, env=None, modules=("json",), daemon=None):
         self._guardians = [executor.pid] if daemon is None else [executor.pid, daemon.pid]
         self._env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(env or {})}
-        self._order = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=modules, keep_workers_s=keep_s)
+        self._spec = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=modules, keep_workers_s=keep_s)
 
     def start(self):
         watcher = Watcher()
-        return WorkerProcess(self._order, self._env, watcher, self._guardians), watcher
+        return WorkerProcess(self._spec, self._env, watcher, self._guardians), watcher
 
     async def started(self):
         """Return a worker that has been forked, its server, and the watcher of its end; None: it was started."""
@@ -102,8 +102,8 @@ def test_workers_of_one_job_and_of_the_next_have_the_same_server(executor):
 
 def test_server_ends_when_nobody_has_needed_it_for_the_given_time(executor):
     async def job():
-        worker, server, watcher = await Agent(executor, keep_s=0.5).started()
-        await asyncio.sleep(3)
+        worker, server, watcher = await Agent(executor, keep_s=0.2).started()
+        await asyncio.sleep(0.6)
         assert is_running(server), "it has a worker"
         worker.release()
         await ended(watcher)

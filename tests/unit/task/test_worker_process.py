@@ -51,12 +51,12 @@ sys.stdout.flush()
 
 def test_child_that_writes_for_ever_does_not_delay_the_workers_end(tmp_path):
     (tmp_path / "chatterbox.py").write_text(CHATTERBOX)
-    order = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=("chatterbox",))
+    spec = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=("chatterbox",))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ".")])}
 
     async def live():
         watcher = Watcher()
-        process = WorkerProcess(order, env, watcher)
+        process = WorkerProcess(spec, env, watcher)
         while not any(line.startswith("child ") for line in watcher.lines):
             await asyncio.sleep(0.01)
         os.kill(process._process.pid, signal.SIGKILL)
@@ -66,9 +66,9 @@ def test_child_that_writes_for_ever_does_not_delay_the_workers_end(tmp_path):
 
 
 def test_openmp_threads_wait_passively_unless_the_user_sets_otherwise():
-    order = LaunchSpec("job", (), b"", b"", 1.0, "")
-    assert worker_environment(order, {}, [], 2, ())["OMP_WAIT_POLICY"] == "passive"
-    assert worker_environment(order, {"OMP_WAIT_POLICY": "active"}, [], 2, ())["OMP_WAIT_POLICY"] == "active"
+    spec = LaunchSpec("job", (), b"", b"", 1.0, "")
+    assert worker_environment(spec, {}, [], 2, ())["OMP_WAIT_POLICY"] == "passive"
+    assert worker_environment(spec, {"OMP_WAIT_POLICY": "active"}, [], 2, ())["OMP_WAIT_POLICY"] == "active"
 
 
 def test_newest_of_several_results_counts(tmp_path):
@@ -83,14 +83,14 @@ for run, data in ((1, first), (2, second)):
         data = data[os.write(fd, data[:70_000]):]
 os._exit(0)
 """)
-    order = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=("twice",))
+    spec = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=("twice",))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ".")])}
 
     async def live():
         watcher = Watcher()
         stored = []
         watcher.result_stored = lambda process: stored.append((process.run, len(process.result)))
-        process = WorkerProcess(order, env, watcher)
+        process = WorkerProcess(spec, env, watcher)
         await asyncio.wait_for(watcher.exit_code, WAIT_S)
         return stored, process.result, process.run
 
@@ -102,12 +102,12 @@ os._exit(0)
 def ending(tmp_path, module, number=None):
     """Run a worker that imports a module, and kill it with a signal; return the reported deaths and its exit code."""
     (tmp_path / "module_of_worker.py").write_text(module)
-    order = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=("module_of_worker",))
+    spec = LaunchSpec("job", (), b"", b"", 1.0, "", preimport=("module_of_worker",))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ".")])}
 
     async def live():
         watcher = Watcher()
-        process = WorkerProcess(order, env, watcher)
+        process = WorkerProcess(spec, env, watcher)
         if number is not None:
             while "ready" not in watcher.lines:
                 await asyncio.sleep(0.01)
@@ -190,11 +190,12 @@ def test_end_of_a_worker_that_nobody_waits_for_is_noticed_without_pidfds(monkeyp
 
 def test_long_line_is_cut_between_two_characters():
     lines = []
-    process = SimpleNamespace(_partial={"stdout": bytearray()}, _agent=SimpleNamespace())
+    process = SimpleNamespace(_partial={"stdout": bytearray()}, _agent=SimpleNamespace(), _streams={1: "stdout"})
+    process._result_fd = 2
     process._agent.output = lambda process, stream, new: lines.extend(new)
     bar = "█" * 50_000  # three bytes each
     data = bar.encode() + b"\n"
     for at in range(0, len(data), 4096):
-        WorkerProcess._take_output(process, "stdout", data[at : at + 4096])
+        WorkerProcess._received(process, 1, data[at : at + 4096])
     assert len(lines) == 3
     assert "".join(lines) == bar

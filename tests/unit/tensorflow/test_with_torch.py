@@ -26,7 +26,7 @@ print(len(os.listdir("/proc/self/task")))
 
 @pytest.mark.nightly
 def test_both_work_in_one_process():
-    env = worker_environment(_order(), {}, [], cores=1, accelerators=())
+    env = worker_environment(_spec(), {}, [], cores=1, accelerators=())
     threads = {name: env[name] for name in env if "THREADS" in name}
     assert threads == {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **threads}
@@ -36,12 +36,12 @@ def test_both_work_in_one_process():
     assert few < 40 + many  # allows other threads of the libraries; a pool per core would exceed it on a large host
 
 
-def _order(**others) -> LaunchSpec:
+def _spec(**others) -> LaunchSpec:
     return LaunchSpec("job", (("127.0.0.1", 1),), b"key", b"", 1.0, "", **others)
 
 
 def test_worker_has_one_thread_per_core_of_its_task_unless_the_user_sets_it():
-    env = worker_environment(_order(env={"TF_NUM_INTRAOP_THREADS": "3"}), {"OMP_NUM_THREADS": "2"}, [], 4, ())
+    env = worker_environment(_spec(env={"TF_NUM_INTRAOP_THREADS": "3"}), {"OMP_NUM_THREADS": "2"}, [], 4, ())
     assert (env["TF_NUM_INTRAOP_THREADS"], env["OMP_NUM_THREADS"], env["TF_NUM_INTEROP_THREADS"]) == ("3", "2", "4")
 
 

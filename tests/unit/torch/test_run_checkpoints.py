@@ -16,7 +16,6 @@ import spark_elastic.torch as hvd
 from spark_elastic.data.store import Store
 from spark_elastic.elastic.frontend import Entry
 from spark_elastic.elastic.handlers import TensorSpec
-from spark_elastic.elastic.loop import elastic_loop
 from spark_elastic.elastic.run_checkpoints import RunCheckpoints, folder_of, restored, values_of
 from spark_elastic.errors import CheckpointError, RunTakenError, UsageError
 from spark_elastic.runs.checkpoints import Checkpoints
@@ -88,7 +87,8 @@ def frontend_of(fence: Any, resume: Any = None, **settings: Any) -> Any:
 
 
 def run(function: Any, state: Any, frontend: Any) -> Any:
-    return elastic_loop(function, frontend)(state)
+    state._frontend = frontend
+    return hvd.elastic.run(function)(state)
 
 
 def within_itself() -> list[Any]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 
 import pytest
 
+from benchmarks._fixed_world import FixedLink
 from spark_elastic.errors import UsageError
 from spark_elastic.membership.topology import Member, Place, StateVersion, World
 from spark_elastic.wire.messages import WorldAssigned
 from spark_elastic.wire.worker_link import WorkerLink
+from tests.unit.world_link import WorldLink
 
 HELD = StateVersion(steps=7)
 
@@ -64,3 +67,14 @@ def test_a_forked_child_sends_nothing_on_its_parents_channel():
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("imitation", [WorldLink, FixedLink])
+def test_links_of_tests_and_benchmarks_take_the_arguments_of_the_real_one(imitation: type) -> None:
+    methods = {name: own for name, own in vars(imitation).items() if inspect.isfunction(own) and name[0] != "_"}
+    shared = methods.keys() & vars(WorkerLink).keys()
+    assert len(shared) > 10
+    for name in shared:
+        assert list(inspect.signature(methods[name]).parameters) == list(
+            inspect.signature(getattr(WorkerLink, name)).parameters
+        ), name
