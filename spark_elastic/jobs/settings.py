@@ -207,7 +207,7 @@ class RunSettings(ScalingSettings):
     stdout: Annotated[
         TextIO | None,
         Setting(
-            "file for the workers' standard output, each line with its rank in front. Default: this process's own.",
+            "open text file for the workers' standard output, each line with its rank in front. Default: this process's own.",
             _stream,
         ),
     ] = None

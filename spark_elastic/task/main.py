@@ -35,7 +35,7 @@ from spark_elastic.settings import DEVICE_SETTING, TRACKED_RUN
 from spark_elastic.task.freed_memory import keep_freed_memory
 from spark_elastic.task.generated_code import keep_generated_code_in_memory
 from spark_elastic.task.lazy_compiler import import_compiler_on_use
-from spark_elastic.task.reaper import exit_now, start_reaper
+from spark_elastic.task.reaper import exit_now, flush_output, start_reaper
 from spark_elastic.task.script import ScriptExit
 from spark_elastic.task.user_frames import ALL_FRAMES_SETTING, format_error
 from spark_elastic.wire import worker_link
@@ -106,8 +106,7 @@ def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str
             link.returned(True)
             results.write(RESULT_HEAD.pack(link.has_loop, run, len(result)) + result)
             results.flush()
-            sys.stdout.flush()
-            sys.stderr.flush()
+            flush_output()
             run = next_run.get()
             if run is not None:
                 returned.clear()
@@ -256,8 +255,7 @@ def _end_child(code: object) -> NoReturn:
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os._exit(code or 0)
 
 

@@ -82,12 +82,15 @@ def exit_now(code: int, why: str = "") -> NoReturn:
         print(why, file=sys.stderr)
     if _life is not None:
         _life.leave()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            pass  # the pipe is gone with its reader
+    flush_output()
     os._exit(code)
+
+
+def flush_output() -> None:
+    """Flush stdout and stderr. The user's function may have closed them, or set them to None; readers may be gone."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 def start_reaper(death_fd: int) -> None:

@@ -162,6 +162,17 @@ def test_a_process_that_exits_with_0_is_not_a_success(start_job):
         start_job(vanishes).result(30)
 
 
+def test_a_function_may_close_its_output(start_job, tmp_path):
+    def quiet():
+        loops.rank_and_size()
+        sys.stdout.close()
+        sys.stdout = None
+
+    with open(tmp_path / "errors", "w") as errors:
+        start_job(quiet, stderr=errors).result(30)
+    assert "Traceback" not in (tmp_path / "errors").read_text()
+
+
 def test_workers_that_cannot_start_fail_the_job_with_their_stderr(start_job):
     def crashes():
         print("libfoo.so: cannot open shared object file", file=sys.stderr)
