@@ -22,7 +22,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, InvalidSettingsError, StateLostError
 from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverCallback, DriverResult, DriverRun
 from spark_elastic.jobs.settings import RunCall, RunSettings
-from spark_elastic.ml import preparation, run_folder
+from spark_elastic.ml import fingerprint, preparation, run_folder
 from spark_elastic.ml.datasets import SharedDatasets, check_stored, written_rows
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.params import ElasticParams, as_list
@@ -255,7 +255,7 @@ class FitRun(ABC, Generic[T, M]):
         if self._shared is not None:  # one of several trainings, each with its own checkpoints
             params = self._settings._paramMap
             names = sorted({param.name for param in params if self._settings._is_given(param.name)} - _OF_CLUSTER)
-            name += f"-{run_folder.digest([identity, {each: self.described(each) for each in names}])}"
+            name += f"-{fingerprint.digest([identity, {each: self.described(each) for each in names}])}"
         run_id, resume = self.given("run_id"), self.given("resume")
         self.store = runs.sub(name)
         self.resume_from = self._exits.enter_context(run_folder.durable_run(runs, name, identity, run_id, resume))
@@ -270,7 +270,7 @@ class FitRun(ABC, Generic[T, M]):
     def described(self, name: str) -> str:
         """Describe a setting in words that are equal in every process."""
         buffers = name != "model"  # whose own buffers a checkpoint has
-        return run_folder.described(self.given(name), buffers=buffers)
+        return fingerprint.described(self.given(name), buffers=buffers)
 
     def batch_size(self) -> int | None:
         """Return the rows of a global batch; None if they depend on the number of workers."""
