@@ -35,7 +35,7 @@ from spark_elastic.reporting.descriptions import describe_settings
 from spark_elastic.reporting.event_log import event_rows
 from spark_elastic.reporting.progress import stop_line
 from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
-from spark_elastic.runs.lease import lease_of
+from spark_elastic.runs.lease import RunLease
 from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.own_modules import check_modules, own_modules
 from spark_elastic.spark.session import checked_cluster
@@ -86,6 +86,7 @@ class FitRun(ABC, Generic[T, M]):
         self._settings = settings
         self._shared = shared  # the datasets of the other fits of the same `fitMultiple`
         self.cluster: Cluster | None = None  # None also if a launcher needs no Spark
+        self.lease: RunLease | None = None  # None: no other driver can take the run folder
         self.resume_from: str | None = None  # the name of a checkpoint
         self.seconds: dict[str, float] = {}  # the seconds that the parts of the fit took, by name
         self._began = clock.wall()
@@ -258,7 +259,8 @@ class FitRun(ABC, Generic[T, M]):
             name += f"-{fingerprint.digest([identity, {each: self.described(each) for each in names}])}"
         run_id, resume = self.given("run_id"), self.given("resume")
         self.store = runs.sub(name)
-        self.resume_from = self._exits.enter_context(run_folder.durable_run(runs, name, identity, run_id, resume))
+        held = run_folder.durable_run(runs, name, identity, run_id, resume)
+        self.lease, self.resume_from = self._exits.enter_context(held)
 
     def identity(self) -> dict[str, Any]:
         """Return the facts that must be equal for a training to resume from a checkpoint."""
@@ -304,7 +306,7 @@ class FitRun(ABC, Generic[T, M]):
             "checkpoints": plan,
             "resume_from": resume_from,
             "driver_decides_s": self._session.decides_within_s,
-            "fence": None if (lease := lease_of(store)) is None else lease.fence,
+            "fence": None if self.lease is None else self.lease.fence,
             **{name: self.given(name) for name in same},
             **{name: value for name, value in (self.given("data_options") or {}).items() if name in READ_OPTIONS},
         }
@@ -358,7 +360,7 @@ class FitRun(ABC, Generic[T, M]):
                     )
                     self.training = replace(self.training, resume_from=newest.name)
             self.trained = WorkerResults(self.store, results)
-            self.trained.check(has_checkpoints)
+            self.trained.check(has_checkpoints, self.lease)
         if self.trained.stopped and self.given("verbose"):
             reason = session.stop_reason or self.trained.stopped
             print(stop_line(len(self.trained.history), self.given("epochs"), reason), flush=True)
@@ -370,7 +372,7 @@ class FitRun(ABC, Generic[T, M]):
 
         session = self._session
         job = start(self._call(self.training), session if session else None)
-        lease = lease_of(self.store)
+        lease = self.lease
         try:
             with cancelled_on_error(job), contextlib.nullcontext() if lease is None else lease.on_taken(job.cancel):
                 if session:

@@ -75,27 +75,27 @@ def collect_runs(runs: Store, age_s: float = ORPHAN_AGE_S) -> list[str]:
 @contextlib.contextmanager
 def durable_run(
     runs: Store, name: str, identity: Mapping[str, Any], run_id: str | None, resume: bool
-) -> Iterator[str | None]:
-    """Acquire the folder `name` below `runs`; yields the name of the checkpoint in it to resume from, if there is one.
+) -> Iterator[tuple[RunLease, str | None]]:
+    """Acquire the folder `name` below `runs`; yields its lease, and the name of a checkpoint in it to resume from.
 
     `identity` are the facts that must be equal to resume; without `resume` earlier checkpoints are deleted. Raises
     `RunTakenError` if another driver has the run, `CheckpointError` for checkpoints that are damaged or of another
     training, and `StoreError` if the folder cannot be used.
     """
     run = runs.sub(name)
-    with contextlib.ExitStack() as lease:
+    with contextlib.ExitStack() as exits:
         try:
-            held = lease.enter_context(opened_run(run, Checkpoints(run.sub(CHECKPOINTS)).newest_token()))
+            lease = exits.enter_context(opened_run(run, Checkpoints(run.sub(CHECKPOINTS)).newest_token()))
             if not resume and (run.exists(_IDENTITY_FILE) or run.exists(CHECKPOINTS)):
-                clear(run, held)
+                clear(run, lease)
             latest = Checkpoints(run.sub(CHECKPOINTS)).latest()
             if latest is not None:
                 _check_identity(run, identity, run_id)
             else:
-                run.write_bytes(_IDENTITY_FILE, json.dumps(identity, indent=1).encode(), check=held.check)
+                run.write_bytes(_IDENTITY_FILE, json.dumps(identity, indent=1).encode(), check=lease.check)
         except OSError as error:
             raise StoreError(f"checkpoint_dir {runs.url} cannot be used: {error}", url=runs.url) from error
-        yield None if latest is None else latest.name
+        yield lease, None if latest is None else latest.name
 
 
 def identity_of_rows(dataset: Dataset, seed: int, shuffle: bool) -> dict[str, Any]:
