@@ -31,6 +31,7 @@ from spark_elastic.membership.topology import SlotReport
 from spark_elastic.reporting.job_status import StatusModel
 from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.reporting.screens import in_notebook
+from spark_elastic.runs.lease import RunLease
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.discovery import Waiting, place_workers
@@ -114,8 +115,10 @@ def place_of(call: RunSettings) -> Place:
 
 
 @default_child_signal()
-def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
+def start(call: RunCall, observer: JobObserver | None = None, lease: RunLease | None = None) -> ElasticJob:
     """Start a job, and return its handle; the observer is told of the job's epochs and changes, and of its end.
+
+    The job is cancelled if another driver takes over the run of `lease`, which is that of a fit.
 
     Raises:
         UsageError: The call has to be changed; nothing was started.
@@ -135,7 +138,7 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
             from spark_elastic.jobs.run_folder import open_run  # it imports torch
 
             folder = open_run(call, place if isinstance(place, Cluster) else None, undo)
-            function = pickled(folder.writing(call.fn), tuple(call.args), call.kwargs)
+            function, lease = pickled(folder.writing(call.fn), tuple(call.args), call.kwargs), folder.lease
         listening = _listen(bind, place.ports("driver_port", call.driver_port), call.launcher is not None)
         undo.callback(listening.close)
         port = listening.getsockname()[1]
@@ -189,7 +192,6 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
                 progress.describe_cluster = lambda: place.load(driver.tasks_pending)
         clean_up = undo.pop_all()
     url = None if page is None else page.url
-    lease = None if folder is None else folder.lease
 
     def prepare() -> None:
         if isinstance(place, Cluster):

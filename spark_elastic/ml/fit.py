@@ -371,10 +371,9 @@ class FitRun(ABC, Generic[T, M]):
         from spark_elastic.jobs.start import start
 
         session = self._session
-        job = start(self._call(self.training), session if session else None)
-        lease = self.lease
+        job = start(self._call(self.training), session if session else None, self.lease)
         try:
-            with cancelled_on_error(job), contextlib.nullcontext() if lease is None else lease.on_taken(job.cancel):
+            with cancelled_on_error(job):
                 if session:
                     session.deliver()
                 return job.result()
