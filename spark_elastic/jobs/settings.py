@@ -15,6 +15,7 @@ from spark_elastic.driver.hosts import HostDiscovery
 from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.driver_callbacks import DriverCallback
+from spark_elastic.runs.folder import check_run_id
 from spark_elastic.settings import LONGEST_S, ScalingSettings, Setting, meant_device
 from spark_elastic.wire.interfaces import is_address, plain_address
 from spark_elastic.wire.ports import valid_ports
@@ -269,10 +270,7 @@ class RunSettings(ScalingSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.run_id is not None and self.checkpoint_dir is None:
-            raise InvalidSettingsError(
-                f"run_id={self.run_id!r} without checkpoint_dir: there is nothing to resume from; set both"
-            )
+        check_run_id(self.run_id, self.checkpoint_dir)
 
 
 @dataclass(frozen=True)

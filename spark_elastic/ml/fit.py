@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -35,6 +34,7 @@ from spark_elastic.reporting.descriptions import describe_settings
 from spark_elastic.reporting.event_log import event_rows
 from spark_elastic.reporting.progress import stop_line
 from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
+from spark_elastic.runs.folder import new_run_id
 from spark_elastic.runs.lease import RunLease
 from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.own_modules import check_modules, own_modules
@@ -252,7 +252,7 @@ class FitRun(ABC, Generic[T, M]):
             self.store = self._exits.enter_context(run_folder.transient_run(runs))
             return
         identity = self.identity()
-        name = self.given("run_id") or f"{clock.wall():.0f}-{uuid.uuid4().hex[:8]}"
+        name = self.given("run_id") or new_run_id()
         if self._shared is not None:  # one of several trainings, each with its own checkpoints
             params = self._settings._paramMap
             names = sorted({param.name for param in params if self._settings._is_given(param.name)} - _OF_CLUSTER)

@@ -13,15 +13,15 @@ from typing import Any
 from spark_elastic.data.catalog import ORPHAN_AGE_S, is_leased, leased
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
-from spark_elastic.errors import CheckpointError, StoreError
+from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.fingerprint import digest
 from spark_elastic.redaction import redacted
 from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
+from spark_elastic.runs.folder import IDENTITY_FILE, storage_errors
 from spark_elastic.runs.lease import OWNERS, RunLease, opened_run
 
 log = logging.getLogger("spark_elastic.ml")
 
-_IDENTITY_FILE = "run.json"
 _RUN_FILES = re.compile(r"(run\.json|history\.json|model\.\w+|checkpoints/.*|leases/.*|.*\.partial)$")
 _TRANSIENT_NAME = re.compile(r"[0-9a-f]{32}$")
 
@@ -84,17 +84,15 @@ def durable_run(
     """
     run = runs.sub(name)
     with contextlib.ExitStack() as exits:
-        try:
+        with storage_errors(runs):
             lease = exits.enter_context(opened_run(run, Checkpoints(run.sub(CHECKPOINTS)).newest_token()))
-            if not resume and (run.exists(_IDENTITY_FILE) or run.exists(CHECKPOINTS)):
+            if not resume and (run.exists(IDENTITY_FILE) or run.exists(CHECKPOINTS)):
                 clear(run, lease)
             latest = Checkpoints(run.sub(CHECKPOINTS)).latest()
             if latest is not None:
                 _check_identity(run, identity, run_id)
             else:
-                run.write_bytes(_IDENTITY_FILE, json.dumps(identity, indent=1).encode(), check=lease.check)
-        except OSError as error:
-            raise StoreError(f"checkpoint_dir {runs.url} cannot be used: {error}", url=runs.url) from error
+                run.write_bytes(IDENTITY_FILE, json.dumps(identity, indent=1).encode(), check=lease.check)
         yield lease, None if latest is None else latest.name
 
 
@@ -115,12 +113,12 @@ def identity_of_rows(dataset: Dataset, seed: int, shuffle: bool) -> dict[str, An
 def _check_identity(run: Store, identity: Mapping[str, Any], run_id: str | None) -> None:
     """Raise `CheckpointError` if the run's checkpoints are of another training, or `run.json` is damaged."""
     try:
-        found = json.loads(run.read_bytes(_IDENTITY_FILE)) if run.exists(_IDENTITY_FILE) else {}
+        found = json.loads(run.read_bytes(IDENTITY_FILE)) if run.exists(IDENTITY_FILE) else {}
         if not isinstance(found, dict):
             raise ValueError(f"a {type(found).__name__}, not an object")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{run.url}/{_IDENTITY_FILE}, which describes the training of the checkpoints beside it, is damaged: "
+            f"{run.url}/{IDENTITY_FILE}, which describes the training of the checkpoints beside it, is damaged: "
             f"{error}. Choose another run_id, or set resume=False to delete them and start over"
         ) from error
     different = [name for name in {**identity, **found} if found.get(name) != identity.get(name)]
