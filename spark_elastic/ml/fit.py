@@ -294,15 +294,12 @@ class FitRun(ABC, Generic[T, M]):
         same = (
             *("transformation_fn", "epochs", "shuffle", "seed", "device", "num_threads", "verbose", "allow_nan_loss"),
             *("per_worker_batch_size", "input_shapes", "label_shapes", "loss_is_per_worker", "sync_batch_norm"),
+            *("accumulation_steps", "gradient_clip_norm", "gradient_clip_value", "gradient_compression"),
         )
         return {
             "dataset": self.rows,
             "store": store,
             "batch_size": self.batch_size(),
-            "accumulation": self.given("accumulation_steps"),
-            "clip_norm": self.given("gradient_clip_norm"),
-            "clip_value": self.given("gradient_clip_value"),
-            "compression": self.given("gradient_compression"),
             "checkpoints": plan,
             "resume_from": resume_from,
             "driver_decides_s": self._session.decides_within_s,
