@@ -264,6 +264,14 @@ class Request:
         return Tensor(name, tuple(columns), dtype.str, kind, stacked, shape, self.pad_to.get(name), allow)
 
 
+def checked_tensors(df: Any, request: Request) -> tuple[Tensor, ...]:
+    """Return the tensors of a DataFrame; raise `InvalidSettingsError` or `DataError` if they cannot be stored."""
+    request.check()
+    if df.isStreaming:
+        raise DataError("a streaming DataFrame cannot be materialised, as it has no end; write it to a table first")
+    return request.resolve(df.schema, is_case_sensitive(df))
+
+
 def _names(columns: str | Sequence[str]) -> list[str]:
     return [columns] if isinstance(columns, str) else list(columns)
 

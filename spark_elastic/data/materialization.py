@@ -21,7 +21,7 @@ from spark_elastic.clock import monotonic, wall
 from spark_elastic.data import travel
 from spark_elastic.data.arrow_values import Fault, error_of
 from spark_elastic.data.catalog import collect_orphans, folder_of, leased, mark_used, may_be_lost
-from spark_elastic.data.columns import Request, Tensor, cast_of, is_case_sensitive
+from spark_elastic.data.columns import Request, Tensor, cast_of, checked_tensors, is_case_sensitive
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import LAYOUT_VERSION, MANIFEST_NAME, Kind, Manifest
 from spark_elastic.data.shards import SHARD_BYTES
@@ -113,26 +113,29 @@ def materialize(
         shard_bytes=shard_bytes,
         pre_shuffle=pre_shuffle,
     )
-    place = Store.create(store, storage_options)
+    checked, folder = checked_tensors(df, request), Store.create(store, storage_options)
     kept = keep if keep is not None else dataset_id is not None
-    return write_dataset(cluster_of(df.sparkSession), df, request, place, dataset_id, kept, verbose)
+    return write_dataset(cluster_of(df.sparkSession), df, request, checked, folder, dataset_id, kept, verbose)
 
 
 def write_dataset(
-    cluster: Cluster, df: Any, request: Request, place: Store, dataset_id: str | None, kept: bool, verbose: int
+    cluster: Cluster,
+    df: Any,
+    request: Request,
+    tensors: tuple[Tensor, ...],
+    store: Store,
+    dataset_id: str | None,
+    kept: bool,
+    verbose: int,
 ) -> Dataset:
-    """Do what `materialize` does, in a cluster that the caller has."""
-    request.check()
-    if df.isStreaming:
-        raise DataError("a streaming DataFrame cannot be materialised, as it has no end; write it to a table first")
-    resolved = request.resolve(df.schema, is_case_sensitive(df))
+    """Do what `materialize` does, in a cluster that the caller has, with what `checked_tensors` has returned."""
     settings = request.to_json()
     if dataset_id is not None and (not re.fullmatch(r"[\w.=-]+", dataset_id) or dataset_id.startswith((".", "auto-"))):
         raise InvalidSettingsError(
             "dataset_id must be letters, digits, '_', '-', '=' and '.', and not start with '.' or 'auto-'; it is "
             f"{dataset_id!r}"
         )
-    folder = folder_of(place, dataset_id or f"auto-{uuid.uuid4().hex}")
+    folder = folder_of(store, dataset_id or f"auto-{uuid.uuid4().hex}")
     with _writing.setdefault(folder.address, threading.Lock()):
         if dataset_id is not None and folder.exists(MANIFEST_NAME):
             dataset = Dataset.open(folder)
@@ -142,11 +145,11 @@ def write_dataset(
             mark_used(folder, kept)
             _log.info("rows that were written before are read from %s", folder.url)
             return dataset
-        ensure_shared(place, cluster)
+        ensure_shared(store, cluster)
         began = monotonic()
         try:
             with leased(folder):
-                dataset = _Write(cluster, df, request, resolved, folder, kept, verbose).run()
+                dataset = _Write(cluster, df, request, tensors, folder, kept, verbose).run()
                 _check_settings(dataset, settings, dataset_id)  # another process may have written it meanwhile
             mark_used(folder, kept)
         except OSError as error:
@@ -154,9 +157,9 @@ def write_dataset(
         if verbose and (seconds := monotonic() - began) >= LONG_WRITE_S:
             how = f" to {folder.url}" if kept else "; dataset_id= keeps them"
             print(f"spark_elastic: rows written in {seconds:.0f} s{how}", file=sys.stderr, flush=True)
-        if place.address not in _collected:
-            _collected.add(place.address)
-            collect_orphans(place)
+        if store.address not in _collected:
+            _collected.add(store.address)
+            collect_orphans(store)
         return dataset
 
 

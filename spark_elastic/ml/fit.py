@@ -14,18 +14,18 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from spark_elastic import clock
 from spark_elastic.data.catalog import delete_unless_used
-from spark_elastic.data.columns import check_validation
+from spark_elastic.data.columns import Request, Tensor, checked_tensors
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.shared_store import ensure_shared
 from spark_elastic.data.store import Store
-from spark_elastic.errors import DataError, InvalidSettingsError, StateLostError
+from spark_elastic.errors import InvalidSettingsError, StateLostError
 from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverCallback, DriverResult, DriverRun
 from spark_elastic.jobs.settings import RunCall, RunSettings
 from spark_elastic.ml import fingerprint, preparation, run_folder
-from spark_elastic.ml.datasets import SharedDatasets, check_stored, written_rows
+from spark_elastic.ml.datasets import SharedDatasets, check_stored, request_of, written_rows
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.params import ElasticParams, as_list
-from spark_elastic.ml.preparation import Tensors, flat_names, model_inputs
+from spark_elastic.ml.preparation import Tensors, model_inputs
 from spark_elastic.ml.results import WorkerResults
 from spark_elastic.ml.shared_params import READ_OPTIONS, OutputParams
 from spark_elastic.ml.training.dry_run import DryRunResult, warn_of_no_prediction
@@ -79,7 +79,8 @@ class FitRun(ABC, Generic[T, M]):
     training: T  # the settings of the training for the workers
     trained: WorkerResults  # the results of the workers
     _df: Any
-    _tensors: Tensors
+    _request: Request
+    _tensors: tuple[Tensor, ...]
     _tried: DryRunResult
 
     def __init__(self, settings: ElasticParams, shared: SharedDatasets | None = None) -> None:
@@ -141,10 +142,9 @@ class FitRun(ABC, Generic[T, M]):
             if self.given(name) is None:
                 raise InvalidSettingsError(f"{name} is not set; give the names of the columns")
         self.check_settings()
-        if df.isStreaming:
-            raise DataError("fit cannot read a streaming DataFrame, which has no end; write it to a table first")
         self.cluster = checked_cluster(df.sparkSession)
-        self._df, self._tensors = df, self.tensors(df.schema)
+        self._df, self._request = df, request_of(self.tensors(df.schema), self.given)
+        self._tensors = checked_tensors(df, self._request)
         self._check_store()
         if self._run_options.get("launcher") is None and own_modules():  # which the executors have to import
             given = [self.worker_callbacks(), *map(self.given, filter(self._settings.hasParam, _WITH_CODE))]
@@ -179,16 +179,12 @@ class FitRun(ABC, Generic[T, M]):
 
     def tensors(self, schema: Any) -> Tensors:
         """Return the tensors to write. Raises `DataError` for columns that cannot be trained on."""
-        given = (self.given(name) for name in ("feature_cols", "input_shapes", "input_dtypes"))
-        made = preparation.features(schema, *given)
-        made |= preparation.labels(schema, self.given("label_cols"), self.given("label_shapes"), self.label_dtypes())
-        if self.given("transformation_fn") is None:
-            for name in ("feature_cols", "label_cols"):
-                preparation.check_numbers(schema, flat_names(self.given(name)), name)
+        inputs = (self.given(name) for name in ("feature_cols", "input_shapes", "input_dtypes"))
+        outputs, allow_text = (self.given("label_cols"), self.given("label_shapes")), self.given("transformation_fn")
+        made = preparation.features(schema, *inputs, allow_text is not None)
+        made |= preparation.labels(schema, *outputs, self.label_dtypes(), allow_text is not None)
         if self.given("sample_weight_col") is not None:
             made |= preparation.weight(schema, self.given("sample_weight_col"))
-        if isinstance(self.given("validation"), str):
-            check_validation(schema, self.given("validation"))
         return made
 
     def _check_store(self) -> None:
@@ -216,7 +212,7 @@ class FitRun(ABC, Generic[T, M]):
         assert self.cluster is not None
         with self._timed("write"):
             self.rows = rows = written_rows(
-                self.cluster, self._df, self._tensors, self._base_store(), self.given, self._shared
+                self.cluster, self._df, self._request, self._tensors, self._base_store(), self.given, self._shared
             )
         if self._shared is None:
             self._exits.callback(delete_unless_used, rows.store)
