@@ -74,8 +74,8 @@ class FitRun(ABC, Generic[T, M]):
     train_fn: ClassVar[staticmethod[[Any], TrainingResult]]  # the function that each worker calls with the training
     dry_run_fn: ClassVar[staticmethod[[Any, Any], DryRunResult]]  # does one step of a copy of a training
 
-    rows: Dataset  # the written rows
-    store: Store  # the run folder
+    dataset: Dataset
+    folder: Store  # of the run
     training: T  # the settings of the training for the workers
     trained: WorkerResults  # the results of the workers
     _df: Any
@@ -159,12 +159,12 @@ class FitRun(ABC, Generic[T, M]):
     def check_stored(self, where: str | Path | Store | Dataset) -> None:
         """Check settings, cluster, and a dataset that was written before, to train on its rows."""
         self.check_settings()
-        self.rows = where if isinstance(where, Dataset) else Dataset.open(where, self.given("storage_options"))
-        check_stored(self.rows, self._settings)
+        self.dataset = where if isinstance(where, Dataset) else Dataset.open(where, self.given("storage_options"))
+        check_stored(self.dataset, self._settings)
         if self._run_options.get("launcher") is None:
             self.cluster = checked_cluster()
             self._check_store()
-        self._exits.enter_context(run_folder.leased_if_possible(self.rows.store))
+        self._exits.enter_context(run_folder.leased_if_possible(self.dataset.store))
         self._began = clock.wall()
 
     def check_settings(self) -> None:
@@ -211,12 +211,12 @@ class FitRun(ABC, Generic[T, M]):
             log.debug("nothing is imported ahead: %s", error)
         assert self.cluster is not None
         with self._timed("write"):
-            self.rows = rows = written_rows(
+            self.dataset = dataset = written_rows(
                 self.cluster, self._df, self._request, self._tensors, self._base_store(), self.given, self._shared
             )
         if self._shared is None:
-            self._exits.callback(delete_unless_used, rows.store)
-        self._exits.enter_context(run_folder.leased_if_possible(rows.store))
+            self._exits.callback(delete_unless_used, dataset.store)
+        self._exits.enter_context(run_folder.leased_if_possible(dataset.store))
 
     def dry_run(self) -> None:
         """Open the run folder, and do one step of a copy of the training on the driver.
@@ -224,7 +224,7 @@ class FitRun(ABC, Generic[T, M]):
         Raises as `durable_run` does, and `DataError` or `InvalidSettingsError` if the step fails.
         """
         self._open_folder()
-        self.training = self.make_training(self.store, self.resume_from)
+        self.training = self.make_training(self.folder, self.resume_from)
         with self._timed("try"):
             self._tried = self.dry_run_fn(self.training, self.given("inference_fn"))
             self.training = replace(self.training, **self._tried.settings)
@@ -245,7 +245,7 @@ class FitRun(ABC, Generic[T, M]):
         """Acquire the run folder until the run ends. Without `checkpoint_dir` it is removed then."""
         runs = self._runs()
         if self.given("checkpoint_dir") is None:
-            self.store = self._exits.enter_context(run_folder.transient_run(runs))
+            self.folder = self._exits.enter_context(run_folder.transient_run(runs))
             return
         identity = self.identity()
         name = self.given("run_id") or new_run_id()
@@ -254,14 +254,14 @@ class FitRun(ABC, Generic[T, M]):
             names = sorted({param.name for param in params if self._settings._is_given(param.name)} - _OF_CLUSTER)
             name += f"-{fingerprint.digest([identity, {each: self.described(each) for each in names}])}"
         run_id, resume = self.given("run_id"), self.given("resume")
-        self.store = runs.sub(name)
+        self.folder = runs.sub(name)
         held = run_folder.durable_run(runs, name, identity, run_id, resume)
         self.lease, self.resume_from = self._exits.enter_context(held)
 
     def identity(self) -> dict[str, Any]:
         """Return the facts that must be equal for a training to resume from a checkpoint."""
         return {
-            **run_folder.identity_of_rows(self.rows, self.given("seed"), self.given("shuffle")),
+            **run_folder.identity_of_rows(self.dataset, self.given("seed"), self.given("shuffle")),
             **{name: self.described(name) for name in self.deciding if self._settings._is_given(name)},
         }
 
@@ -293,7 +293,7 @@ class FitRun(ABC, Generic[T, M]):
             *("accumulation_steps", "gradient_clip_norm", "gradient_clip_value", "gradient_compression"),
         )
         return {
-            "dataset": self.rows,
+            "dataset": self.dataset,
             "store": store,
             "batch_size": self.batch_size(),
             "checkpoints": plan,
@@ -345,14 +345,14 @@ class FitRun(ABC, Generic[T, M]):
                     if not has_checkpoints:
                         error.message += "; with checkpoint_dir, fit resumes from the last checkpoint by itself"
                         raise
-                    newest = Checkpoints(self.store.sub(CHECKPOINTS)).latest()
+                    newest = Checkpoints(self.folder.sub(CHECKPOINTS)).latest()
                     if newest is None or newest.name == self.training.resume_from:
                         raise
                     log.warning(
                         "every worker that held the state is lost; training resumes from the checkpoint %s", newest.name
                     )
                     self.training = replace(self.training, resume_from=newest.name)
-            self.trained = WorkerResults(self.store, results)
+            self.trained = WorkerResults(self.folder, results)
             self.trained.check(has_checkpoints, self.lease)
         if self.trained.stopped and self.given("verbose"):
             reason = session.stop_reason or self.trained.stopped
@@ -397,10 +397,10 @@ class FitRun(ABC, Generic[T, M]):
         """Return the trained model, with the history and the events of the fit."""
         tried, trained, events = self._tried, self.trained, tuple(self._events)
         with self._timed("load"):
-            written_with = self.rows.manifest.about.get("settings", {})
+            written_with = self.dataset.manifest.about.get("settings", {})
             model = self.fitted_model(
                 Fitted(
-                    inputs=model_inputs(self.rows, self.given("input_shapes")),
+                    inputs=model_inputs(self.dataset, self.given("input_shapes")),
                     outputs=tried.outputs,
                     taken=tried.taken,
                     rule=tried.rule,

@@ -113,7 +113,7 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
 
     def _built_model(self) -> Any:
         """Return the given model if it is built, else a copy that is built for the columns."""
-        model, inputs = self.given("model"), model_inputs(self.rows, self.given("input_shapes"))
+        model, inputs = self.given("model"), model_inputs(self.dataset, self.given("input_shapes"))
         names = compiling.input_names(model)
         if names is not None and len(names) != len(inputs) and self.given("transformation_fn") is None:
             found = ", ".join("+".join(field.columns) for field in inputs)

@@ -82,7 +82,7 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
         step, batch_size = model_step_of(self.given("train_fn")), self.batch_size()
         if step is None:
             return {}
-        steps = None if batch_size is None else -(-self.rows.rows("train") // batch_size)
+        steps = None if batch_size is None else -(-self.dataset.rows("train") // batch_size)
         return step.configured(self.given("model"), self.given("epochs"), steps)
 
     def _virtual_workers(self) -> int | None:
@@ -109,7 +109,7 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
 
     def dry_run(self) -> None:
         if lazy_names(self.given("model")):  # before anything describes the model or makes a copy of it
-            initialise(self.make_training(self.rows.store))
+            initialise(self.make_training(self.dataset.store))
         super().dry_run()
 
     def make_training(self, store: Store, resume_from: str | None = None) -> TorchTraining:
