@@ -20,7 +20,7 @@ from typing import Any
 from spark_elastic.clock import monotonic, wall
 from spark_elastic.data import travel
 from spark_elastic.data.arrow_values import Fault, error_of
-from spark_elastic.data.catalog import collect_orphans, folder_of, leased, mark_used, may_be_lost
+from spark_elastic.data.catalog import collect_orphans, dataset_folder, leased, mark_used, may_be_lost
 from spark_elastic.data.columns import Request, Tensor, cast_of, checked_tensors, is_case_sensitive
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import LAYOUT_VERSION, MANIFEST_NAME, Kind, Manifest
@@ -135,7 +135,7 @@ def write_dataset(
             "dataset_id must be letters, digits, '_', '-', '=' and '.', and not start with '.' or 'auto-'; it is "
             f"{dataset_id!r}"
         )
-    folder = folder_of(store, dataset_id or f"auto-{uuid.uuid4().hex}")
+    folder = dataset_folder(store, dataset_id or f"auto-{uuid.uuid4().hex}")
     with _writing.setdefault(folder.address, threading.Lock()):
         if dataset_id is not None and folder.exists(MANIFEST_NAME):
             dataset = Dataset.open(folder)

@@ -26,7 +26,7 @@ from spark_elastic.ml.datasets import SharedDatasets, check_stored, request_of, 
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.params import ElasticParams, as_list
 from spark_elastic.ml.preparation import Tensors, model_inputs
-from spark_elastic.ml.results import WorkerResults
+from spark_elastic.ml.results import FitResults
 from spark_elastic.ml.shared_params import READ_OPTIONS, OutputParams
 from spark_elastic.ml.training.dry_run import DryRunResult, warn_of_no_prediction
 from spark_elastic.ml.training.spec import CheckpointPlan, Training, TrainingResult
@@ -77,7 +77,7 @@ class FitRun(ABC, Generic[T, M]):
     dataset: Dataset
     folder: Store  # of the run
     training: T  # the settings of the training for the workers
-    trained: WorkerResults  # the results of the workers
+    trained: FitResults  # the results of the workers
     _df: Any
     _request: Request
     _tensors: tuple[Tensor, ...]
@@ -322,7 +322,7 @@ class FitRun(ABC, Generic[T, M]):
     def train(self) -> None:
         """Train in the workers of a job, again from the newest checkpoint if all workers that had the state are lost.
 
-        Raises as `WorkerResults.check` does, and `StateLostError` if there is no newer checkpoint.
+        Raises as `FitResults.check` does, and `StateLostError` if there is no newer checkpoint.
         """
         session, has_checkpoints = self._session, self.given("checkpoint_dir") is not None
         names = [param.name for param in self._settings.params]
@@ -352,7 +352,7 @@ class FitRun(ABC, Generic[T, M]):
                         "every worker that held the state is lost; training resumes from the checkpoint %s", newest.name
                     )
                     self.training = replace(self.training, resume_from=newest.name)
-            self.trained = WorkerResults(self.folder, results)
+            self.trained = FitResults(self.folder, results)
             self.trained.check(has_checkpoints, self.lease)
         if self.trained.stopped and self.given("verbose"):
             reason = session.stop_reason or self.trained.stopped

@@ -14,7 +14,7 @@ from spark_elastic.runs.lease import RunLease
 log = logging.getLogger("spark_elastic.ml")
 
 
-class WorkerResults:
+class FitResults:
     """The results of a training in all workers, None for a worker without one; see `TrainingResult`."""
 
     def __init__(self, store: Store, results: Sequence[TrainingResult | None]) -> None:

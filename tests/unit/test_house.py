@@ -1,4 +1,4 @@
-"""The package has no import circles."""
+"""The package has no import circles, and no two classes of one name."""
 
 from __future__ import annotations
 
@@ -20,3 +20,7 @@ def test_no_modules_import_one_another():
 def test_a_circle_is_found():
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
     assert house.circles(graph) == [["b", "c"]]
+
+
+def test_no_two_classes_have_one_name():
+    assert house.doubled_class_names() == {}
