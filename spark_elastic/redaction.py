@@ -83,7 +83,7 @@ def _has_secrets(value: Any) -> bool:
     return isinstance(text, str) and redacted(text) != text
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, at most 200 characters; the name of its type if it has no text."""
-    lines = redacted(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
+def first_line(error: Exception, named: bool = False) -> str:
+    """Return the first line of an error's text, at most 200 characters, after its type's name or in place of none."""
+    name, lines = type(error).__name__, redacted(error).strip().splitlines()
+    return f"{name}: {lines[0][:200]}" if lines and named else lines[0][:200] if lines else name

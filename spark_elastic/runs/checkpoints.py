@@ -21,7 +21,7 @@ from spark_elastic import clock
 from spark_elastic.data.manifest import names_in, seal, typed, unseal, whole_number
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, RunTakenError
-from spark_elastic.redaction import redacted
+from spark_elastic.redaction import first_line, redacted
 from spark_elastic.runs.lease import Fence
 
 log = logging.getLogger("spark_elastic.runs")
@@ -388,7 +388,7 @@ class CheckpointWriter:
                 except Exception as error:  # a storage in which a file is written once, say
                     log.warning("older checkpoints could not be removed: %s", redacted(error))
                     if not keeps_all:
-                        why = first_line(error)
+                        why = first_line(error, named=True)
                         self._notify(f"older checkpoints could not be removed, and stay ({why}); training continues")
                     keeps_all = True
             except RunTakenError as error:
@@ -397,10 +397,6 @@ class CheckpointWriter:
                 self._error = error
                 log.exception("a checkpoint could not be written; training continues")
                 if not failing:
-                    self._notify(f"a checkpoint could not be written ({first_line(error)}); training continues")
+                    why = first_line(error, named=True)
+                    self._notify(f"a checkpoint could not be written ({why}); training continues")
                 failing = True
-
-
-def first_line(error: Exception) -> str:
-    """Return the class and the first line of an error's message, for a message to people."""
-    return redacted(f"{type(error).__name__}: {error}").partition("\n")[0][:300]

@@ -18,7 +18,7 @@ from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.training.engine import Engine
 from spark_elastic.ml.training.reporting import RunView
 from spark_elastic.ml.training.spec import CheckpointPlan, Progress, Training, TrainingPhase
-from spark_elastic.redaction import redacted
+from spark_elastic.redaction import first_line, redacted
 from spark_elastic.runs.checkpoints import (
     CHECKPOINTS,
     CLOSE_S,
@@ -26,7 +26,6 @@ from spark_elastic.runs.checkpoints import (
     Checkpoints,
     CheckpointWriter,
     Contents,
-    first_line,
     name_of,
 )
 from spark_elastic.runs.lease import RunMissingError
@@ -277,7 +276,7 @@ class ResultWriter:
                 raise
             except Exception as error:  # each kind of storage has its own
                 left_s = deadline - self._now()
-                failed = f"{file} could not be written to {self._store.url} ({first_line(error)})"
+                failed = f"{file} could not be written to {self._store.url} ({first_line(error, named=True)})"
             else:
                 if attempts:
                     self._notify(f"{file} is written to {self._store.url} now, after {attempts} failed attempts")
