@@ -176,16 +176,13 @@ def start(call: RunCall, observer: JobObserver | None = None, lease: RunLease | 
         undo.callback(driver.close)
         page = None
         if status is not None:
-            token = make_token()
-            at, of_page = (THIS_MACHINE, (THIS_MACHINE,)) if site.is_local else (bind, addresses)
-            page_socket = listen_for_pages(at, call.status_port if isinstance(call.status_port, int) else 0)
-            page = StatusServer(page_socket, of_page[0], token, functools.partial(driver.document, status))
+            bind, host = (THIS_MACHINE, THIS_MACHINE) if site.is_local else (bind, addresses[0])
+            page_socket = listen_for_pages(bind, call.status_port if isinstance(call.status_port, int) else 0)
+            page = StatusServer(page_socket, host, make_token(), functools.partial(driver.document, status))
             page.start()
             undo.callback(page.close)
             if call.verbose:
-                given = TOKEN_VARIABLE in os.environ  # a token that was made for this job alone may be shown
-                shown = f"{page.address} (token: ${TOKEN_VARIABLE})" if given else page.url
-                printer.say(f"spark_elastic: status page: {shown}")
+                printer.say(f"spark_elastic: status page: {_shown(page)}")
         if progress is not None:
             progress.imports = slowest_import(spec.preimport)
             if isinstance(site, Cluster):
@@ -199,6 +196,11 @@ def start(call: RunCall, observer: JobObserver | None = None, lease: RunLease | 
             _check_interfaces(place_workers(site, spec, settings, listening, waiting), spec, settings)
 
     return ElasticJob(spec.job, driver, prepare, clean_up.close, url, lease)
+
+
+def _shown(page: StatusServer) -> str:
+    """Return the address of a page with its token, if that was made for this job alone."""
+    return f"{page.address} (token: ${TOKEN_VARIABLE})" if TOKEN_VARIABLE in os.environ else page.url
 
 
 def _check_interfaces(reports: Sequence[SlotReport], spec: LaunchSpec, settings: ElasticSettings) -> None:
