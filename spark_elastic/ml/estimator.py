@@ -66,7 +66,7 @@ class ElasticEstimator(TrainingParams, OutputParams, Savable, Estimator[M]):
     def _fit(self, dataset: Any) -> M:
         with self._fit_run() as run:
             run.check(dataset)
-            run.materialise()
+            run.materialize()
             run.dry_run()
             run.train()
             return run.load()

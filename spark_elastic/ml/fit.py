@@ -61,7 +61,7 @@ _OF_CLUSTER = {"storage_options", "run_options", "status_port"}  # these do not 
 class FitRun(ABC, Generic[T, M]):
     """One fit: its rows, run folder, lease and callbacks, which are released when the block ends.
 
-    The steps, in order: `check` and `materialise`, or `check_stored` for rows that were written before; then `dry_run`,
+    The steps, in order: `check` and `materialize`, or `check_stored` for rows that were written before; then `dry_run`,
     `train` and `load`. A framework's subclass says how it trains; `given` is the value of a setting.
     """
 
@@ -201,7 +201,7 @@ class FitRun(ABC, Generic[T, M]):
         """Pickle settings as they travel to the workers, without the values of tensors and arrays."""
         return dumps(value, lambda each: (int, ()) if type(each).__name__ in _VALUES else NotImplemented)
 
-    def materialise(self) -> None:
+    def materialize(self) -> None:
         """Write the rows, or find them under the `dataset_id`, and keep them until the run ends."""
         from spark_elastic.jobs.start import prepare_workers
 

@@ -14,7 +14,7 @@ from spark_elastic.ml.fit import FitRun
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.params import as_list
 from spark_elastic.ml.torch import objective, serialization
-from spark_elastic.ml.torch.dry_run import dry_run, initialise, lazy_names
+from spark_elastic.ml.torch.dry_run import dry_run, initialize, lazy_names
 from spark_elastic.ml.torch.model import ElasticTorchModel
 from spark_elastic.ml.torch.model_step import model_step_of
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining, check_parameters
@@ -109,7 +109,7 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
 
     def dry_run(self) -> None:
         if lazy_names(self.given("model")):  # before anything describes the model or makes a copy of it
-            initialise(self.make_training(self.dataset.store))
+            initialize(self.make_training(self.dataset.store))
         super().dry_run()
 
     def make_training(self, store: Store, resume_from: str | None = None) -> TorchTraining:
