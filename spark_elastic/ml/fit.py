@@ -402,7 +402,7 @@ class FitRun(ABC, Generic[T, M]):
                 Fitted(
                     inputs=model_inputs(self.dataset, self.given("input_shapes")),
                     outputs=tried.outputs,
-                    taken=tried.taken,
+                    output_positions=tried.output_positions,
                     rule=tried.rule,
                     history=trained.history,
                     events=events,

@@ -158,7 +158,7 @@ class Serving:
     names: tuple[str, ...] = ()  # real names of the columns in their order, if the batches of `mapInArrow` have others
     groups: travel.Groups = ()  # the features as the UDF receives them; several may travel as one column
     handle_invalid: str = "error"
-    taken: tuple[int, ...] = ()  # positions of the outputs that have a value for each row; empty if all have
+    output_positions: tuple[int, ...] = ()  # positions of the outputs that have a value for each row; empty if all have
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
@@ -241,7 +241,7 @@ class Serving:
             if self.inference_fn is not None:
                 inputs = dict(self.inference_fn(inputs))
             returned, count = predict(inputs), min(self.batch_size, rows - start)
-            outputs = [returned[at] for at in self.taken] if self.taken else returned
+            outputs = [returned[at] for at in self.output_positions] if self.output_positions else returned
             for index, output in enumerate(outputs):
                 if not has_rows(output, count):
                     raise DataError(
