@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from spark_elastic.ml.torch.estimator import ElasticTorchEstimator
     from spark_elastic.ml.torch.model import ElasticTorchModel
     from spark_elastic.reporting.event_log import MembershipChange
+    from spark_elastic.runs.trust import trusted_files
     from spark_elastic.spark.package import ship_package
     from spark_elastic.trackers.mlflow import MLflowCallback
     from spark_elastic.trackers.tensorboard import TensorBoardCallback
@@ -67,6 +68,7 @@ __all__ = [
     "run",
     "run_async",
     "ship_package",
+    "trusted_files",
 ]
 
 
@@ -99,6 +101,7 @@ _MODULES = {
     "run": "spark_elastic.jobs.run",
     "run_async": "spark_elastic.jobs.run",
     "ship_package": "spark_elastic.spark.package",
+    "trusted_files": "spark_elastic.runs.trust",
 }
 
 
