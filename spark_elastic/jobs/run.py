@@ -107,7 +107,7 @@ def run(call: RunCall) -> list[Any]:
         What `fn` returned in each worker, by rank.
 
     Raises:
-        UsageError: The call has to be changed; nothing was run.
+        UsageError: The call has to be changed.
         UserFunctionError: `fn` raised; carries rank, host and traceback.
         JobError: The job could not continue (NotEnoughSlotsError, StateLostError, ResetLimitError, ...).
     """
@@ -136,7 +136,7 @@ def run_async(call: RunCall) -> ElasticJob:
         The handle of the job, with `result()`, `cancel()`, `status()`, `events()` and `changes()`.
 
     Raises:
-        UsageError: The call has to be changed; nothing was run.
+        UsageError: The call has to be changed.
     """
     if call.callbacks:
         raise InvalidSettingsError(
