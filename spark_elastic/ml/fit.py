@@ -180,9 +180,10 @@ class FitRun(ABC, Generic[T, M]):
     def tensors(self, schema: Any) -> Tensors:
         """Return the tensors to write. Raises `DataError` for columns that cannot be trained on."""
         inputs = (self.given(name) for name in ("feature_cols", "input_shapes", "input_dtypes"))
-        outputs, allow_text = (self.given("label_cols"), self.given("label_shapes")), self.given("transformation_fn")
-        made = preparation.features(schema, *inputs, allow_text is not None)
-        made |= preparation.labels(schema, *outputs, self.label_dtypes(), allow_text is not None)
+        labels, shapes = self.given("label_cols"), self.given("label_shapes")
+        allow_text = self.given("transformation_fn") is not None
+        made = preparation.features(schema, *inputs, allow_text=allow_text)
+        made |= preparation.labels(schema, labels, shapes, self.label_dtypes(), allow_text)
         if self.given("sample_weight_col") is not None:
             made |= preparation.weight(schema, self.given("sample_weight_col"))
         return made

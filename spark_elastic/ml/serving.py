@@ -16,7 +16,7 @@ from spark_elastic.data.arrow_values import RowsRefused, error_of, missing_rows
 from spark_elastic.data.columns import Request, Tensor
 from spark_elastic.data.encode import Encoder
 from spark_elastic.data.manifest import Kind, TensorField
-from spark_elastic.data.shards import SHARD_BYTES, Blob
+from spark_elastic.data.shards import Blob
 from spark_elastic.errors import DataError
 from spark_elastic.ml.added_columns import AddedColumn, Array, arrow_array
 
@@ -59,10 +59,6 @@ def tensors_for(
         variable=tuple(field.name for field in inputs if field.kind in (Kind.BYTES, Kind.ARRAY)),
         sparse={field.name: False for field in inputs if field.kind is Kind.SPARSE},
         allow_nan=allow_nan if isinstance(allow_nan, bool) else [f.name for f in inputs if f.name in allow_nan],
-        validation=None,
-        seed=0,
-        shard_bytes=SHARD_BYTES,
-        pre_shuffle=None,
     )
     return request.resolve(schema, case_sensitive)
 
