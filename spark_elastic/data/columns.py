@@ -264,12 +264,21 @@ class Request:
         return Tensor(name, tuple(columns), dtype.str, kind, stacked, shape, self.pad_to.get(name), allow)
 
 
-def checked_tensors(df: Any, request: Request) -> tuple[Tensor, ...]:
-    """Return the tensors of a DataFrame; raise `InvalidSettingsError` or `DataError` if they cannot be stored."""
-    request.check()
-    if df.isStreaming:
-        raise DataError("a streaming DataFrame cannot be materialised, as it has no end; write it to a table first")
-    return request.resolve(df.schema, is_case_sensitive(df))
+@dataclass(frozen=True)
+class Query:
+    """A DataFrame, and the tensors to store of its rows."""
+
+    df: Any
+    request: Request
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def checked(cls, df: Any, request: Request) -> Query:
+        """Resolve a request; raise `InvalidSettingsError` or `DataError` if its tensors cannot be stored."""
+        request.check()
+        if df.isStreaming:
+            raise DataError("a streaming DataFrame cannot be materialised, as it has no end; write it to a table first")
+        return cls(df, request, request.resolve(df.schema, is_case_sensitive(df)))
 
 
 def _names(columns: str | Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spark_elastic.data.catalog import delete_unless_used
-from spark_elastic.data.columns import Request, Tensor
+from spark_elastic.data.columns import Query, Request
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.store import Store
@@ -59,13 +59,7 @@ def request_of(tensors: Tensors, given: Callable[[str], Any]) -> Request:
 
 
 def written_rows(
-    cluster: Cluster,
-    df: Any,
-    request: Request,
-    tensors: tuple[Tensor, ...],
-    store: Store,
-    given: Callable[[str], Any],
-    shared: SharedDatasets | None,
+    cluster: Cluster, query: Query, store: Store, given: Callable[[str], Any], shared: SharedDatasets | None
 ) -> Dataset:
     """Write the rows of a DataFrame, or find them; raise as `materialize`. `given` returns the value of a setting."""
     from spark_elastic.data import materialization
@@ -76,14 +70,14 @@ def written_rows(
 
     def write() -> Dataset:
         try:
-            return materialization.write_dataset(cluster, df, request, tensors, store, name, kept, given("verbose"))
+            return materialization.write_dataset(cluster, query, store, name, kept, given("verbose"))
         except DataError as error:
             advice = [_ESTIMATOR_NAMES.get(each, _DATA_OPTION).format(each) for each in getattr(error, "settings", ())]
             if advice:
                 error.message += f"\n(of an estimator: {'; '.join(advice)})"
             raise
 
-    return write() if shared is None else shared.get(json.dumps(request.to_json(), sort_keys=True), write)
+    return write() if shared is None else shared.get(json.dumps(query.request.to_json(), sort_keys=True), write)
 
 
 def check_stored(dataset: Dataset, settings: ElasticParams) -> None:

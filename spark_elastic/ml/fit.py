@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from spark_elastic import clock
 from spark_elastic.data.catalog import delete_unless_used
-from spark_elastic.data.columns import Request, Tensor, checked_tensors
+from spark_elastic.data.columns import Query
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.shared_store import ensure_shared
 from spark_elastic.data.store import Store
@@ -78,9 +78,7 @@ class FitRun(ABC, Generic[T, M]):
     folder: Store  # of the run
     training: T  # the settings of the training for the workers
     trained: FitResults  # the results of the workers
-    _df: Any
-    _request: Request
-    _tensors: tuple[Tensor, ...]
+    _query: Query
     _tried: DryRunResult
 
     def __init__(self, settings: ElasticParams, shared: SharedDatasets | None = None) -> None:
@@ -143,8 +141,7 @@ class FitRun(ABC, Generic[T, M]):
                 raise InvalidSettingsError(f"{name} is not set; give the names of the columns")
         self.check_settings()
         self.cluster = checked_cluster(df.sparkSession)
-        self._df, self._request = df, request_of(self.tensors(df.schema), self.given)
-        self._tensors = checked_tensors(df, self._request)
+        self._query = Query.checked(df, request_of(self.tensors(df.schema), self.given))
         self._check_store()
         if self._run_options.get("launcher") is None and own_modules():  # which the executors have to import
             given = [self.worker_callbacks(), *map(self.given, filter(self._settings.hasParam, _WITH_CODE))]
@@ -212,12 +209,10 @@ class FitRun(ABC, Generic[T, M]):
             log.debug("nothing is imported ahead: %s", error)
         assert self.cluster is not None
         with self._timed("write"):
-            self.dataset = dataset = written_rows(
-                self.cluster, self._df, self._request, self._tensors, self._base_store(), self.given, self._shared
-            )
+            self.dataset = written_rows(self.cluster, self._query, self._base_store(), self.given, self._shared)
         if self._shared is None:
-            self._exits.callback(delete_unless_used, dataset.store)
-        self._exits.enter_context(run_folder.leased_if_possible(dataset.store))
+            self._exits.callback(delete_unless_used, self.dataset.store)
+        self._exits.enter_context(run_folder.leased_if_possible(self.dataset.store))
 
     def dry_run(self) -> None:
         """Open the run folder, and do one step of a copy of the training on the driver.
