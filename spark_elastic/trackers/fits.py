@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from importlib import import_module
 from typing import Any
 
+from spark_elastic.errors import MissingExtraError
 from spark_elastic.jobs.driver_callbacks import DriverCallback, DriverResult
 from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.history import Row
@@ -15,7 +17,13 @@ class FitsCallback(DriverCallback):
 
     decides_within_s = 0.0
 
-    def __init__(self) -> None:
+    def __init__(self, package: str) -> None:
+        try:
+            import_module(package)
+        except ImportError as error:
+            if (error.name or "").partition(".")[0] != package:
+                raise
+            raise MissingExtraError(what=type(self).__name__, package=package, extra=package) from None
         self._thread = threading.local()  # each thread's `fits`, the innermost last
 
     def on_epoch_end(self, row: Row) -> None:

@@ -72,13 +72,7 @@ class MLflowCallback(FitsCallback):
         log_models: Sequence[str] = _MODELS,
         registered_model_name: str | None = None,
     ) -> None:
-        super().__init__()
-        try:
-            _mlflow()
-        except ImportError as error:
-            if (error.name or "").partition(".")[0] != "mlflow":
-                raise
-            raise MissingExtraError(what="MLflowCallback", package="mlflow", extra="mlflow") from None
+        super().__init__("mlflow")
         kinds = [log_models] if isinstance(log_models, str) else list(log_models)
         if unknown := [each for each in kinds if each not in _MODELS]:
             raise InvalidSettingsError(f'log_models must be a list of "native" and "spark", not {unknown[0]!r}')

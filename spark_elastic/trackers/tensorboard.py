@@ -7,10 +7,9 @@ import os
 import re
 from collections.abc import Callable
 from datetime import datetime
-from importlib import import_module
 from pathlib import Path
 
-from spark_elastic.errors import InvalidSettingsError, MissingExtraError
+from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.driver_callbacks import DriverResult, DriverRun
 from spark_elastic.redaction import redacted
 from spark_elastic.reporting.event_log import MembershipChange
@@ -38,11 +37,7 @@ class TensorBoardCallback(FitsCallback):
     """
 
     def __init__(self, log_dir: str | os.PathLike[str], *, run_name: str | None = None) -> None:
-        super().__init__()
-        try:
-            import_module("tensorboard")
-        except ImportError:
-            raise MissingExtraError(what="TensorBoardCallback", package="tensorboard", extra="tensorboard") from None
+        super().__init__("tensorboard")
         if _URI.match(os.fspath(log_dir)):
             raise InvalidSettingsError(
                 f"log_dir must be a folder of the driver's machine, not the URI {os.fspath(log_dir)!r}; write to a "
