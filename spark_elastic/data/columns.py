@@ -66,17 +66,6 @@ def element_type(spark_type: Any) -> str:
     return str(spark_type.typeName())
 
 
-def check_validation(schema: Any, name: str, *, case_sensitive: bool = True) -> None:
-    """Raise DataError if the column that selects the rows of the split "validation" is missing or not boolean."""
-    found = find_column(schema, name, "validation column", case_sensitive=case_sensitive).dataType
-    if found.typeName() != "boolean":
-        raise DataError(
-            f"validation column {name!r} is {found.simpleString()}; it must be boolean, true for the rows to set "
-            f"aside: df.withColumn({name!r}, F.col({name!r}) > 0), for example",
-            column=name,
-        )
-
-
 def check_travels(types: Mapping[str, Any]) -> None:
     """Raise DataError if Spark cannot send a column to Python. `types` are Spark's types of the columns, by name."""
     for name, kind in types.items():
@@ -205,8 +194,13 @@ class Request:
     def resolve(self, schema: Any, case_sensitive: bool = False) -> tuple[Tensor, ...]:
         """Return the tensors. Raise DataError if a column is missing, ambiguous, or of a type that cannot be stored."""
         types = {name: find_column(schema, name, case_sensitive=case_sensitive).dataType for name in self.columns}
-        if isinstance(self.validation, str):
-            check_validation(schema, self.validation, case_sensitive=case_sensitive)
+        name = self.validation
+        if isinstance(name, str) and types[name].typeName() != "boolean":
+            raise DataError(
+                f"validation column {name!r} is {types[name].simpleString()}; it must be boolean, true for the rows to "
+                f"set aside: df.withColumn({name!r}, F.col({name!r}) > 0), for example",
+                column=name,
+            )
         return tuple(
             self._tensor(name, [_column(column, types[column]) for column in _names(columns)])
             for name, columns in self.tensors.items()

@@ -176,11 +176,10 @@ class FitRun(ABC, Generic[T, M]):
 
     def tensors(self, schema: Any) -> Tensors:
         """Return the tensors to write. Raises `DataError` for columns that cannot be trained on."""
-        inputs = (self.given(name) for name in ("feature_cols", "input_shapes", "input_dtypes"))
-        labels, shapes = self.given("label_cols"), self.given("label_shapes")
-        allow_text = self.given("transformation_fn") is not None
-        made = preparation.features(schema, *inputs, allow_text=allow_text)
-        made |= preparation.labels(schema, labels, shapes, self.label_dtypes(), allow_text)
+        given, allow_text = self.given, self.given("transformation_fn") is not None
+        shapes, dtypes = given("input_shapes"), given("input_dtypes")
+        made = preparation.features(schema, given("feature_cols"), shapes, dtypes, allow_text)
+        made |= preparation.labels(schema, given("label_cols"), given("label_shapes"), self.label_dtypes(), allow_text)
         if self.given("sample_weight_col") is not None:
             made |= preparation.weight(schema, self.given("sample_weight_col"))
         return made
