@@ -44,8 +44,7 @@ def _takes_arguments_of(make_call: Callable[_P, RunCall]) -> Callable[[Callable[
         @without_own_frames(lambda *_, verbose=1, **__: verbose not in (None, 0, 1))
         @functools.wraps(function)
         def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            given: dict[str, Any] = _current_names(function.__name__, kwargs)
-            return function(make_call(*args, **given))
+            return function(make_call(*args, **_current_names(function.__name__, kwargs)))
 
         called.__signature__ = _signature(function)  # type: ignore[attr-defined]
         called.__doc__ = _with_arguments(inspect.getdoc(function) or "")

@@ -84,11 +84,7 @@ def _verbosity(name: str, value: Any) -> int:
 
 
 def checked_status_port(name: str, value: Any) -> int | str:
-    """Return the port of a status page, or "auto".
-
-    Raises:
-        InvalidSettingsError: The value is neither of them.
-    """
+    """Return the port of a status page, or "auto"; raise `InvalidSettingsError` for other values."""
     if isinstance(value, str) and value == "auto":
         return value
     if isinstance(value, (str, bool)):

@@ -97,16 +97,10 @@ Site = Cluster | ThisMachine
 
 
 def site_of(call: RunSettings) -> Site:
-    """Return the site in which a call of `run` has its workers.
-
-    Raises:
-        UsageError: There is no session to run in: see `checked_cluster`.
-    """
+    """Return the site in which a call of `run` has its workers; raises as `checked_cluster`."""
     if call.launcher is not None:
         return ThisMachine(call.launcher)
     cluster = checked_cluster(call.spark)
-    if cluster is call.spark:  # of a fit, whose session may have ended since
-        cluster.check()
     cluster.apply(call.driver_host, call.ship_package)
     return cluster
 
@@ -118,10 +112,8 @@ def site_of(call: RunSettings) -> Site:
 def start(call: RunCall, observer: JobObserver | None = None, lease: RunLease | None = None) -> ElasticJob:
     """Start a job, and return its handle; the observer is told of the job's epochs and changes, and of its end.
 
-    The job is cancelled if another driver takes over the run of `lease`, which is that of a fit.
-
-    Raises:
-        UsageError: The call has to be changed; nothing was started.
+    The job is cancelled if another driver takes over the run of `lease`, which is that of a fit. Raises `UsageError`
+    before anything is started if the call has to be changed.
     """
     function = pickled(call.fn, tuple(call.args), call.kwargs)
     site = site_of(call)
@@ -182,25 +174,21 @@ def start(call: RunCall, observer: JobObserver | None = None, lease: RunLease | 
             page.start()
             undo.callback(page.close)
             if call.verbose:
-                printer.say(f"spark_elastic: status page: {_shown(page)}")
+                given = TOKEN_VARIABLE in os.environ  # a token that was made for this job alone may be shown
+                shown = f"{page.address} (token: ${TOKEN_VARIABLE})" if given else page.url
+                printer.say(f"spark_elastic: status page: {shown}")
         if progress is not None:
             progress.imports = slowest_import(spec.preimport)
             if isinstance(site, Cluster):
                 progress.describe_cluster = lambda: site.load(driver.tasks_pending)
         clean_up = undo.pop_all()
-    url = None if page is None else page.url
 
     def prepare() -> None:
         if isinstance(site, Cluster):
             waiting = SlotWait(driver.stop_requested, driver.note_waiting)
             _check_interfaces(place_workers(site, spec, settings, listening, waiting), spec, settings)
 
-    return ElasticJob(spec.job, driver, prepare, clean_up.close, url, lease)
-
-
-def _shown(page: StatusServer) -> str:
-    """Return the address of a page with its token, if that was made for this job alone."""
-    return f"{page.address} (token: ${TOKEN_VARIABLE})" if TOKEN_VARIABLE in os.environ else page.url
+    return ElasticJob(spec.job, driver, prepare, clean_up.close, None if page is None else page.url, lease)
 
 
 def _check_interfaces(reports: Sequence[SlotReport], spec: LaunchSpec, settings: ElasticSettings) -> None:

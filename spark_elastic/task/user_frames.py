@@ -67,10 +67,7 @@ def _is_installed(file: str) -> bool:
 
 
 def without_own_frames(shown: Callable[..., bool]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorate a function that users call: the caller's frames in an error are followed by none of this package's.
-
-    Unless `shown` returns True, which gets the arguments.
-    """
+    """Decorate a function that users call: errors have no frames below the caller's, unless `shown(*args)` is true."""
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
