@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from spark_elastic.ml.torch.estimator import ElasticTorchEstimator
     from spark_elastic.ml.torch.model import ElasticTorchModel
     from spark_elastic.reporting.event_log import MembershipChange
+    from spark_elastic.runs.trust import trusted_files
     from spark_elastic.spark.package import ship_package
     from spark_elastic.trackers.mlflow import MLflowCallback
     from spark_elastic.trackers.tensorboard import TensorBoardCallback
@@ -67,39 +68,33 @@ __all__ = [
     "run",
     "run_async",
     "ship_package",
+    "trusted_files",
 ]
 
 
 # Imported on first use: workers import this package too, and need nothing of the driver's side.
-_MODULES = {
-    "BatchReader": "spark_elastic.data.reader",
-    "BestCheckpoint": "spark_elastic.ml.callbacks",
-    "Callback": "spark_elastic.ml.callbacks",
-    "DriverCallback": "spark_elastic.jobs.driver_callbacks",
-    "DriverResult": "spark_elastic.jobs.driver_callbacks",
-    "DriverRun": "spark_elastic.jobs.driver_callbacks",
-    "EarlyStopping": "spark_elastic.ml.callbacks",
-    "ElasticJob": "spark_elastic.jobs.job",
-    "ElasticKerasEstimator": "spark_elastic.ml.keras.estimator",
-    "ElasticKerasModel": "spark_elastic.ml.keras.model",
-    "ElasticTorchEstimator": "spark_elastic.ml.torch.estimator",
-    "ElasticTorchModel": "spark_elastic.ml.torch.model",
-    "FixedHosts": "spark_elastic.driver.hosts",
-    "HistoryLogger": "spark_elastic.ml.callbacks",
-    "HostDiscovery": "spark_elastic.driver.hosts",
-    "HostDiscoveryScript": "spark_elastic.driver.hosts",
-    "LambdaCallback": "spark_elastic.ml.callbacks",
-    "LocalLauncher": "spark_elastic.driver.launcher",
-    "MLflowCallback": "spark_elastic.trackers.mlflow",
-    "MembershipChange": "spark_elastic.reporting.event_log",
-    "Store": "spark_elastic.data.store",
-    "TensorBoardCallback": "spark_elastic.trackers.tensorboard",
-    "doctor": "spark_elastic.diagnostics",
-    "materialize": "spark_elastic.data.materialization",
-    "run": "spark_elastic.jobs.run",
-    "run_async": "spark_elastic.jobs.run",
-    "ship_package": "spark_elastic.spark.package",
+_NAMES = {
+    "spark_elastic.data.materialization": ("materialize",),
+    "spark_elastic.data.reader": ("BatchReader",),
+    "spark_elastic.data.store": ("Store",),
+    "spark_elastic.diagnostics": ("doctor",),
+    "spark_elastic.driver.hosts": ("FixedHosts", "HostDiscovery", "HostDiscoveryScript"),
+    "spark_elastic.driver.launcher": ("LocalLauncher",),
+    "spark_elastic.jobs.driver_callbacks": ("DriverCallback", "DriverResult", "DriverRun"),
+    "spark_elastic.jobs.job": ("ElasticJob",),
+    "spark_elastic.jobs.run": ("run", "run_async"),
+    "spark_elastic.ml.callbacks": ("BestCheckpoint", "Callback", "EarlyStopping", "HistoryLogger", "LambdaCallback"),
+    "spark_elastic.ml.keras.estimator": ("ElasticKerasEstimator",),
+    "spark_elastic.ml.keras.model": ("ElasticKerasModel",),
+    "spark_elastic.ml.torch.estimator": ("ElasticTorchEstimator",),
+    "spark_elastic.ml.torch.model": ("ElasticTorchModel",),
+    "spark_elastic.reporting.event_log": ("MembershipChange",),
+    "spark_elastic.runs.trust": ("trusted_files",),
+    "spark_elastic.spark.package": ("ship_package",),
+    "spark_elastic.trackers.mlflow": ("MLflowCallback",),
+    "spark_elastic.trackers.tensorboard": ("TensorBoardCallback",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

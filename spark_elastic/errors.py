@@ -1,7 +1,7 @@
 """Every error that spark_elastic raises; docs/errors.md lists them with causes and remedies.
 
-`UsageError`: the call needs a change, nothing was run. `JobError`: the job ran and could not continue. Inside a worker,
-`elastic.run` handles `HorovodInternalError` and `HostsUpdatedInterrupt`. All errors survive a pickle round trip.
+`UsageError`: the call, its data or a folder has to change. `JobError`: the job ran and could not continue. Inside a
+worker, `elastic.run` handles `HorovodInternalError` and `HostsUpdatedInterrupt`. All errors can be pickled.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SparkElasticError(Exception):
 
 
 class UsageError(SparkElasticError, ValueError):
-    """The call itself has to change; nothing was run."""
+    """The call, its data or a folder has to change: repeated as it is, the call fails again."""
 
 
 class InvalidSettingsError(UsageError):

@@ -23,7 +23,7 @@ from spark_elastic.cli.checks import check_build, doctor
 from spark_elastic.cli.submission import collect, spark_session
 from spark_elastic.driver.hosts import HostDiscoveryScript
 from spark_elastic.driver.launcher import LocalLauncher
-from spark_elastic.errors import JobCancelledError, SparkElasticError, UsageError, UserFunctionError
+from spark_elastic.errors import JobCancelledError, RunTakenError, SparkElasticError, UsageError, UserFunctionError
 from spark_elastic.jobs import run as runner
 from spark_elastic.task.script import run_script
 
@@ -66,7 +66,8 @@ def execute(options: argparse.Namespace, *, run: Callable[..., Any], open_sessio
         if exit_code is not None:  # the script exited on purpose: no traceback
             text, code = text.partition("\n")[0], exit_code & 0xFF or FAILED
     except SparkElasticError as error:
-        text, code = f"error: {error}", WRONG_USE if isinstance(error, UsageError) else FAILED
+        wrong_use = isinstance(error, UsageError) and not isinstance(error, RunTakenError)
+        text, code = f"error: {error}", WRONG_USE if wrong_use else FAILED
     print(f"spark-elastic: {text}", file=sys.stderr)
     return code
 

@@ -22,7 +22,7 @@ examples:
 exit codes:
   0  the script finished on every worker
   1  it raised, or the job could not go on (a script that exits with a code of its own: that code)
-  2  the command has to change; nothing was run
+  2  the command, or what it names, has to change
   130  interrupted
 """
 

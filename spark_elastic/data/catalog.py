@@ -32,7 +32,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.redaction import redacted
 
 DATASETS = "spark_elastic-sets"
-LEASE_S = 600.0  # how long a lease outlives a process that was killed. A lease is renewed after a quarter of it
+DATASET_LEASE_S = 600.0  # how long a lease outlives a process that was killed. A lease is renewed after a quarter of it
 ORPHAN_AGE_S = 86_400.0
 _OURS = re.compile(
     r"(manifest\.json|keep|used|leases/.*|checked/.*|[^/]+/[^/]+\.(rows|side))$|\..*\.partial$|.*\.partial$"
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 _temporary: dict[str, tuple[Store, int]] = {}
 
 
-def folder_of(store: Store, name: str) -> Store:
+def dataset_folder(store: Store, name: str) -> Store:
     return store.sub(f"{DATASETS}/{name}")
 
 
@@ -55,11 +55,11 @@ def leased(folder: Store) -> Iterator[None]:
     stop = threading.Event()
 
     def renew() -> None:
-        text = {"until": wall() + LEASE_S, "host": socket.gethostname(), "pid": os.getpid()}
+        text = {"until": wall() + DATASET_LEASE_S, "host": socket.gethostname(), "pid": os.getpid()}
         folder.write_bytes(name, json.dumps(text).encode(), durable=False)
 
     def keep_renewing() -> None:
-        while not stop.wait(LEASE_S / 4):
+        while not stop.wait(DATASET_LEASE_S / 4):
             try:
                 renew()
             except Exception as error:  # the lease is still valid for three more tries
@@ -81,7 +81,7 @@ def is_leased(folder: Store) -> bool:
     leases = folder.list("leases")
     now = (folder.now() or wall()) if leases else 0.0
     for entry in leases:
-        until = entry.modified_s + LEASE_S
+        until = entry.modified_s + DATASET_LEASE_S
         try:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 until = max(until, float(json.loads(folder.read_bytes(entry.path))["until"]))

@@ -66,17 +66,6 @@ def element_type(spark_type: Any) -> str:
     return str(spark_type.typeName())
 
 
-def check_validation(schema: Any, name: str, *, case_sensitive: bool = True) -> None:
-    """Raise DataError if the column that selects the rows of the split "validation" is missing or not boolean."""
-    found = find_column(schema, name, "validation column", case_sensitive=case_sensitive).dataType
-    if found.typeName() != "boolean":
-        raise DataError(
-            f"validation column {name!r} is {found.simpleString()}; it must be boolean, true for the rows to set "
-            f"aside: df.withColumn({name!r}, F.col({name!r}) > 0), for example",
-            column=name,
-        )
-
-
 def check_travels(types: Mapping[str, Any]) -> None:
     """Raise DataError if Spark cannot send a column to Python. `types` are Spark's types of the columns, by name."""
     for name, kind in types.items():
@@ -205,8 +194,13 @@ class Request:
     def resolve(self, schema: Any, case_sensitive: bool = False) -> tuple[Tensor, ...]:
         """Return the tensors. Raise DataError if a column is missing, ambiguous, or of a type that cannot be stored."""
         types = {name: find_column(schema, name, case_sensitive=case_sensitive).dataType for name in self.columns}
-        if isinstance(self.validation, str):
-            check_validation(schema, self.validation, case_sensitive=case_sensitive)
+        name = self.validation
+        if isinstance(name, str) and types[name].typeName() != "boolean":
+            raise DataError(
+                f"validation column {name!r} is {types[name].simpleString()}; it must be boolean, true for the rows to "
+                f"set aside: df.withColumn({name!r}, F.col({name!r}) > 0), for example",
+                column=name,
+            )
         return tuple(
             self._tensor(name, [_column(column, types[column]) for column in _names(columns)])
             for name, columns in self.tensors.items()
@@ -262,6 +256,23 @@ class Request:
         stacked = not isinstance(self.tensors[name], str)
         allow = self.allow_nan if isinstance(self.allow_nan, bool) else name in self.allow_nan
         return Tensor(name, tuple(columns), dtype.str, kind, stacked, shape, self.pad_to.get(name), allow)
+
+
+@dataclass(frozen=True)
+class Query:
+    """A DataFrame, and the tensors to store of its rows."""
+
+    df: Any
+    request: Request
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def checked(cls, df: Any, request: Request) -> Query:
+        """Resolve a request; raise `InvalidSettingsError` or `DataError` if its tensors cannot be stored."""
+        request.check()
+        if df.isStreaming:
+            raise DataError("a streaming DataFrame cannot be materialised, as it has no end; write it to a table first")
+        return cls(df, request, request.resolve(df.schema, is_case_sensitive(df)))
 
 
 def _names(columns: str | Sequence[str]) -> list[str]:

@@ -73,11 +73,11 @@ class Encoder:
         """Return the values if all rows have the length of the first row, or at most `pad_to`."""
         if tensor.kind in (Kind.BYTES, Kind.STRING, Kind.ARRAY) or column.source == "scalar":
             return values
-        place, rows = (tensor.name, column.name), self.rows - first_row
+        key, rows = (tensor.name, column.name), self.rows - first_row
         if isinstance(values, SparseValues):
             lengths = np.full(rows, values.size)
         else:
-            inner = self._inner.setdefault(place, values.inner)
+            inner = self._inner.setdefault(key, values.inner)
             if inner != values.inner:
                 found = f"inner arrays of shape {list(values.inner)}"
                 expected_shape = f"inner arrays of shape {list(inner)} as in the first row"
@@ -86,11 +86,11 @@ class Encoder:
         noun = "byte strings" if column.source == "binary" else "arrays"
         setting = "pad_to"
         if tensor.pad_to is not None:
-            expected = self._lengths.setdefault(place, tensor.pad_to)
+            expected = self._lengths.setdefault(key, tensor.pad_to)
             wrong = np.flatnonzero(lengths > expected)
             wanted, remedy = f"arrays of {expected} at most (pad_to)", "Raise pad_to, or F.slice them"
         else:
-            expected = self._lengths.setdefault(place, int(lengths[0]))
+            expected = self._lengths.setdefault(key, int(lengths[0]))
             wrong = np.flatnonzero(lengths != expected)
             wanted, remedy = f"{noun} of {expected} as in the first row", ""
             if column.source in ("list", "binary") and column.depth < 2:
@@ -112,8 +112,8 @@ class Encoder:
             if kind in (None, Kind.DENSE, Kind.SPARSE):
                 only = tensor.columns[0]
                 if len(names) == 1 and (only.source != "scalar" or not tensor.stacked):
-                    place = (tensor.name, only.name)
-                    shape = () if only.source == "scalar" else (self._lengths[place], *self._inner.get(place, ()))
+                    key = (tensor.name, only.name)
+                    shape = () if only.source == "scalar" else (self._lengths[key], *self._inner.get(key, ()))
                 else:
                     shape = (sum(self._width(tensor, column) for column in tensor.columns),)
                 if kind is None:
@@ -141,8 +141,8 @@ class Encoder:
 
     def _width(self, tensor: Tensor, column: Column) -> int:
         """Return the number of values of a row of one column; 1 for a scalar, which has no length."""
-        place = (tensor.name, column.name)
-        return self._lengths.get(place, 1) * math.prod(self._inner.get(place, ()))
+        key = (tensor.name, column.name)
+        return self._lengths.get(key, 1) * math.prod(self._inner.get(key, ()))
 
     def _fill(
         self, out: npt.NDArray[Any], tensor: Tensor, parts: list[tuple[Column, Values | SparseValues]], first_row: int

@@ -20,8 +20,8 @@ from typing import Any
 from spark_elastic.clock import monotonic, wall
 from spark_elastic.data import travel
 from spark_elastic.data.arrow_values import Fault, error_of
-from spark_elastic.data.catalog import collect_orphans, folder_of, leased, mark_used, may_be_lost
-from spark_elastic.data.columns import Request, Tensor, cast_of, is_case_sensitive
+from spark_elastic.data.catalog import collect_orphans, dataset_folder, leased, mark_used, may_be_lost
+from spark_elastic.data.columns import Query, Request, cast_of
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import LAYOUT_VERSION, MANIFEST_NAME, Kind, Manifest
 from spark_elastic.data.shards import SHARD_BYTES
@@ -113,26 +113,22 @@ def materialize(
         shard_bytes=shard_bytes,
         pre_shuffle=pre_shuffle,
     )
-    place = Store.create(store, storage_options)
+    query, folder = Query.checked(df, request), Store.create(store, storage_options)
     kept = keep if keep is not None else dataset_id is not None
-    return write_dataset(cluster_of(df.sparkSession), df, request, place, dataset_id, kept, verbose)
+    return write_dataset(cluster_of(df.sparkSession), query, folder, dataset_id, kept, verbose)
 
 
 def write_dataset(
-    cluster: Cluster, df: Any, request: Request, place: Store, dataset_id: str | None, kept: bool, verbose: int
+    cluster: Cluster, query: Query, store: Store, dataset_id: str | None, kept: bool, verbose: int
 ) -> Dataset:
     """Do what `materialize` does, in a cluster that the caller has."""
-    request.check()
-    if df.isStreaming:
-        raise DataError("a streaming DataFrame cannot be materialised, as it has no end; write it to a table first")
-    resolved = request.resolve(df.schema, is_case_sensitive(df))
-    settings = request.to_json()
+    settings = query.request.to_json()
     if dataset_id is not None and (not re.fullmatch(r"[\w.=-]+", dataset_id) or dataset_id.startswith((".", "auto-"))):
         raise InvalidSettingsError(
             "dataset_id must be letters, digits, '_', '-', '=' and '.', and not start with '.' or 'auto-'; it is "
             f"{dataset_id!r}"
         )
-    folder = folder_of(place, dataset_id or f"auto-{uuid.uuid4().hex}")
+    folder = dataset_folder(store, dataset_id or f"auto-{uuid.uuid4().hex}")
     with _writing.setdefault(folder.address, threading.Lock()):
         if dataset_id is not None and folder.exists(MANIFEST_NAME):
             dataset = Dataset.open(folder)
@@ -142,11 +138,11 @@ def write_dataset(
             mark_used(folder, kept)
             _log.info("rows that were written before are read from %s", folder.url)
             return dataset
-        ensure_shared(place, cluster)
+        ensure_shared(store, cluster)
         began = monotonic()
         try:
             with leased(folder):
-                dataset = _Write(cluster, df, request, resolved, folder, kept, verbose).run()
+                dataset = _Write(cluster, query, folder, kept, verbose).run()
                 _check_settings(dataset, settings, dataset_id)  # another process may have written it meanwhile
             mark_used(folder, kept)
         except OSError as error:
@@ -154,9 +150,9 @@ def write_dataset(
         if verbose and (seconds := monotonic() - began) >= LONG_WRITE_S:
             how = f" to {folder.url}" if kept else "; dataset_id= keeps them"
             print(f"spark_elastic: rows written in {seconds:.0f} s{how}", file=sys.stderr, flush=True)
-        if place.address not in _collected:
-            _collected.add(place.address)
-            collect_orphans(place)
+        if store.address not in _collected:
+            _collected.add(store.address)
+            collect_orphans(store)
         return dataset
 
 
@@ -181,9 +177,7 @@ class _Write:
     """One write of a DataFrame's rows to a folder."""
 
     cluster: Cluster
-    df: Any
-    request: Request
-    tensors: tuple[Tensor, ...]
+    query: Query
     folder: Store
     kept: bool
     verbose: int
@@ -191,15 +185,16 @@ class _Write:
     def run(self) -> Dataset:
         from spark_elastic import __version__
 
-        run, started, settings, folder = uuid.uuid4().hex[:12], wall(), self.request.to_json(), self.folder
+        run, started, settings, folder = uuid.uuid4().hex[:12], wall(), self.query.request.to_json(), self.folder
         try:
             receipts = self._receipts(run)
             kinds = {(field.name, field.kind) for each in receipts if each.layout for field in each.layout.fields}
             mixed = [name for name, kind in kinds if kind is Kind.SPARSE and (name, Kind.DENSE) in kinds]
             if mixed:  # the first vectors were mostly zeros in some tasks only
                 folder.delete(run)
-                self.request = replace(self.request, sparse={**self.request.sparse, **dict.fromkeys(mixed, True)})
-                self.tensors = self.request.resolve(self.df.schema, is_case_sensitive(self.df))
+                request = self.query.request
+                request = replace(request, sparse={**request.sparse, **dict.fromkeys(mixed, True)})
+                self.query = Query.checked(self.query.df, request)
                 receipts = self._receipts(run)
             about = {
                 "written_by": f"spark_elastic {__version__}",
@@ -207,7 +202,7 @@ class _Write:
                 "seconds": round(wall() - started, 3),
                 "settings": settings,
             }
-            manifest = _manifest(receipts, self.request, _key_of(settings), about)
+            manifest = _manifest(receipts, self.query.request, _key_of(settings), about)
             written = [
                 (receipt.host, shard) for receipt in receipts for each in receipt.splits.values() for shard in each
             ]
@@ -232,8 +227,8 @@ class _Write:
 
     def _receipts(self, run: str) -> list[Receipt]:
         """Run the query that writes the rows, below the folder `run`."""
-        request, functions = self.request, self.cluster.functions
-        types = {name: self.df.schema[name].dataType for name in request.columns}
+        df, request, functions = self.query.df, self.query.request, self.cluster.functions
+        types = {name: df.schema[name].dataType for name in request.columns}
         groups = travel.groups_of({name: cast_of(kind) or kind.typeName() for name, kind in types.items()})
 
         def column(name: str) -> Any:
@@ -243,7 +238,7 @@ class _Write:
 
         # under other names: mapInArrow does not find columns with dots or backticks in theirs
         columns = travel.expressions(groups, column, functions.array)
-        rows = self.df.select(*(each.alias(f"c{index}") for index, each in enumerate(columns)))
+        rows = df.select(*(each.alias(f"c{index}") for index, each in enumerate(columns)))
         if request.pre_shuffle:
             # one draw decides the partition, another the place in it: a repartition alone keeps neighbours together
             rows = rows.repartition(functions.rand(request.seed))
@@ -253,11 +248,11 @@ class _Write:
             if partitions > _TASKS_A_SLOT * slots:  # a task costs about 0.1 s besides its rows
                 rows = rows.coalesce(max(-(-partitions // _JOINED), _TASKS_A_SLOT // 4 * slots))
         written = (request.shard_bytes, request.validation, request.seed, self.kept)
-        task = WriteTask(self.folder, run, groups, self.tensors, *written)
+        task = WriteTask(self.folder, run, groups, self.query.tensors, *written)
         name = f"spark_elastic: write {', '.join(request.tensors)}"
-        wide = any(column.source != "scalar" for tensor in self.tensors for column in tensor.columns)
+        wide = any(column.source != "scalar" for tensor in self.query.tensors for column in tensor.columns)
         try:
-            with small_batches(self.df.sparkSession) if wide else nullcontext():
+            with small_batches(df.sparkSession) if wide else nullcontext():
                 answers = write_again_if_order_is_lost(
                     lambda: self.cluster.collect(
                         rows.mapInArrow(task, RECEIPT_SCHEMA), name, "writing rows", self.verbose

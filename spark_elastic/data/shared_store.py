@@ -12,7 +12,6 @@ from spark_elastic.errors import StoreError
 from spark_elastic.spark.cluster import Cluster
 
 PROBE = "probe-"  # starts the name of the folder that a check makes in a store for a moment
-_shared: set[tuple[str, str]] = set()  # (application id, URL) of the stores that were found to be shared
 
 
 def ensure_shared(store: Store, cluster: Cluster) -> None:
@@ -22,8 +21,8 @@ def ensure_shared(store: Store, cluster: Cluster) -> None:
     has as many tasks as Spark has slots, so an executor that is busy with other tasks may be left out. Raise StoreError
     if hosts do not see the driver's file, or the driver does not see theirs.
     """
-    about = (cluster.application, store.address)
-    if about in _shared:
+    about = ("store", cluster.application, store.address)
+    if about in cluster.done:
         return
     cluster.check_executors()
     token = uuid.uuid4().hex
@@ -67,4 +66,4 @@ def ensure_shared(store: Store, cluster: Cluster) -> None:
             )
     finally:
         store.delete(folder)
-    _shared.add(about)
+    cluster.done.add(about)

@@ -123,11 +123,11 @@ class ElasticJob:
 
     def _run(self) -> None:
         try:
-            try:
-                self._prepare()
-            except BaseException as error:
-                raise self._driver.never_ran(error) from None
             with contextlib.nullcontext() if self._lease is None else self._lease.on_taken(self._driver.cancel):
+                try:
+                    self._prepare()
+                except BaseException as error:
+                    raise self._driver.never_ran(error) from None
                 pickled = self._driver.run()
             self._results = [_load(result, rank) for rank, result in enumerate(pickled)]
         except BaseException as error:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 from spark_elastic import clock
-from spark_elastic.errors import InvalidSettingsError, SparkElasticError, nearest
+from spark_elastic.errors import InvalidSettingsError, nearest
 from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverResult, DriverRun
 from spark_elastic.jobs.job import ElasticJob
 from spark_elastic.jobs.settings import RunCall
@@ -21,6 +21,7 @@ from spark_elastic.reporting.descriptions import describe_settings
 from spark_elastic.reporting.event_log import event_rows
 from spark_elastic.settings import declarations
 from spark_elastic.task.reaper import default_child_signal
+from spark_elastic.task.user_frames import without_own_frames
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -40,17 +41,10 @@ def _takes_arguments_of(make_call: Callable[_P, RunCall]) -> Callable[[Callable[
     """Give a function of a `RunCall` the arguments of `RunCall`, for callers, `help()` and type checkers."""
 
     def decorate(function: Callable[[RunCall], _R]) -> Callable[_P, _R]:
+        @without_own_frames(lambda *_, verbose=1, **__: verbose not in (None, 0, 1))
         @functools.wraps(function)
         def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            __tracebackhide__ = True  # IPython leaves out such frames
-            given: dict[str, Any] = _current_names(function.__name__, kwargs)
-            try:
-                return function(make_call(*args, **given))
-            except (SparkElasticError, KeyboardInterrupt) as error:
-                if given.get("verbose") not in (None, 0, 1):
-                    raise
-                # the caller's frames are followed by none of this package's
-                raise error.with_traceback(None) from error.__cause__
+            return function(make_call(*args, **_current_names(function.__name__, kwargs)))
 
         called.__signature__ = _signature(function)  # type: ignore[attr-defined]
         called.__doc__ = _with_arguments(inspect.getdoc(function) or "")
@@ -70,7 +64,7 @@ def _current_names(function: str, given: dict[str, Any]) -> dict[str, Any]:
         if old in names:
             continue
         if old in _WITHOUT_EFFECT:
-            warnings.warn(f"{old}= has no effect: {_WITHOUT_EFFECT[old]}", stacklevel=3)
+            warnings.warn(f"{old}= has no effect: {_WITHOUT_EFFECT[old]}", stacklevel=4)
         elif new is None:
             close = nearest(old, names)
             hint = f"; did you mean {close!r}?" if close else ""
@@ -78,7 +72,7 @@ def _current_names(function: str, given: dict[str, Any]) -> dict[str, Any]:
         elif new in current:
             raise InvalidSettingsError(f"{old}={value!r} and {new}={current[new]!r} are the same setting; give {new}")
         else:
-            warnings.warn(f"{old}= is Horovod's name for this; it is called {new}= here", stacklevel=3)
+            warnings.warn(f"{old}= is Horovod's name for this; it is called {new}= here", stacklevel=4)
             current[new] = value
     return current
 
@@ -112,7 +106,7 @@ def run(call: RunCall) -> list[Any]:
         What `fn` returned in each worker, by rank.
 
     Raises:
-        UsageError: The call has to be changed; nothing was run.
+        UsageError: The call has to be changed.
         UserFunctionError: `fn` raised; carries rank, host and traceback.
         JobError: The job could not continue (NotEnoughSlotsError, StateLostError, ResetLimitError, ...).
     """
@@ -141,7 +135,7 @@ def run_async(call: RunCall) -> ElasticJob:
         The handle of the job, with `result()`, `cancel()`, `status()`, `events()` and `changes()`.
 
     Raises:
-        UsageError: The call has to be changed; nothing was run.
+        UsageError: The call has to be changed.
     """
     if call.callbacks:
         raise InvalidSettingsError(

@@ -12,24 +12,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from spark_elastic import clock
 from spark_elastic.data.shared_store import ensure_shared
 from spark_elastic.data.store import Store
 from spark_elastic.elastic.loop import call_with_checkpoints
 from spark_elastic.elastic.run_checkpoints import RunCheckpoints, folder_of
-from spark_elastic.errors import CheckpointError, StoreError
+from spark_elastic.errors import CheckpointError
 from spark_elastic.jobs.settings import RunCall
 from spark_elastic.redaction import redacted
 from spark_elastic.runs.checkpoints import CHECKPOINTS, CheckpointFacts, Checkpoints
+from spark_elastic.runs.folder import IDENTITY_FILE, new_run_id, storage_errors
 from spark_elastic.runs.lease import RunLease, opened_run
 from spark_elastic.spark.cluster import Cluster
 
-_ESTIMATORS_FILE = "run.json"  # the folders of estimators have it, see `ml.run_folder`
 _FOLDER = re.compile(rf"{CHECKPOINTS}(?:-(\d+))?")
 
 
@@ -78,15 +76,13 @@ def open_run(call: RunCall, cluster: Cluster | None, undo: contextlib.ExitStack)
     runs = Store.create(call.checkpoint_dir)
     if cluster is not None:
         ensure_shared(runs, cluster)
-    run_id = call.run_id or f"{clock.wall():.0f}-{uuid.uuid4().hex[:8]}"
+    run_id = call.run_id or new_run_id()
     run = runs.sub(run_id)
-    try:
+    with storage_errors(runs):
         lease = undo.enter_context(opened_run(run, Checkpoints(folder_of(run, 1)).newest_token()))
-        if run.exists(_ESTIMATORS_FILE):
+        if run.exists(IDENTITY_FILE):
             raise CheckpointError(f"{run.url} is the folder of an estimator; choose another run_id")
         return RunFolder(run, run_id, lease, _newest(run, Checkpoints.latest))
-    except OSError as error:
-        raise StoreError(f"checkpoint_dir {runs.url} cannot be used: {error}", url=runs.url) from error
 
 
 def _newest(run: Store, choose: Callable[[Checkpoints], CheckpointFacts | None]) -> dict[int, CheckpointFacts]:

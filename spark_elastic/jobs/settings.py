@@ -15,6 +15,7 @@ from spark_elastic.driver.hosts import HostDiscovery
 from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.driver_callbacks import DriverCallback
+from spark_elastic.runs.folder import check_run_id
 from spark_elastic.settings import LONGEST_S, ScalingSettings, Setting, meant_device
 from spark_elastic.wire.interfaces import is_address, plain_address
 from spark_elastic.wire.ports import valid_ports
@@ -83,11 +84,7 @@ def _verbosity(name: str, value: Any) -> int:
 
 
 def checked_status_port(name: str, value: Any) -> int | str:
-    """Return the port of a status page, or "auto".
-
-    Raises:
-        InvalidSettingsError: The value is neither of them.
-    """
+    """Return the port of a status page, or "auto"; raise `InvalidSettingsError` for other values."""
     if isinstance(value, str) and value == "auto":
         return value
     if isinstance(value, (str, bool)):
@@ -207,7 +204,8 @@ class RunSettings(ScalingSettings):
     stdout: Annotated[
         TextIO | None,
         Setting(
-            "open text file for the workers' standard output, each line with its rank in front. Default: this process's own.",
+            "open text file for the workers' standard output, each line with its rank in front. "
+            "Default: this process's own.",
             _stream,
         ),
     ] = None
@@ -269,10 +267,7 @@ class RunSettings(ScalingSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.run_id is not None and self.checkpoint_dir is None:
-            raise InvalidSettingsError(
-                f"run_id={self.run_id!r} without checkpoint_dir: there is nothing to resume from; set both"
-            )
+        check_run_id(self.run_id, self.checkpoint_dir)
 
 
 @dataclass(frozen=True)

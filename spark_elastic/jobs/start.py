@@ -31,9 +31,10 @@ from spark_elastic.membership.topology import SlotReport
 from spark_elastic.reporting.job_status import StatusModel
 from spark_elastic.reporting.progress import ProgressModel
 from spark_elastic.reporting.screens import in_notebook
+from spark_elastic.runs.lease import RunLease
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.spark.cluster import Cluster
-from spark_elastic.spark.discovery import Waiting, place_workers
+from spark_elastic.spark.discovery import SlotWait, place_workers
 from spark_elastic.spark.own_modules import check_modules
 from spark_elastic.spark.session import checked_cluster
 from spark_elastic.task import spark_agent
@@ -92,20 +93,14 @@ class ThisMachine:
         return contextlib.nullcontext()
 
 
-Place = Cluster | ThisMachine
+Site = Cluster | ThisMachine
 
 
-def place_of(call: RunSettings) -> Place:
-    """Return the place in which a call of `run` has its workers.
-
-    Raises:
-        UsageError: There is no session to run in: see `checked_cluster`.
-    """
+def site_of(call: RunSettings) -> Site:
+    """Return the site in which a call of `run` has its workers; raises as `checked_cluster`."""
     if call.launcher is not None:
         return ThisMachine(call.launcher)
     cluster = checked_cluster(call.spark)
-    if cluster is call.spark:  # of a fit, whose session may have ended since
-        cluster.check()
     cluster.apply(call.driver_host, call.ship_package)
     return cluster
 
@@ -114,51 +109,51 @@ def place_of(call: RunSettings) -> Place:
 
 
 @default_child_signal()
-def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
+def start(call: RunCall, observer: JobObserver | None = None, lease: RunLease | None = None) -> ElasticJob:
     """Start a job, and return its handle; the observer is told of the job's epochs and changes, and of its end.
 
-    Raises:
-        UsageError: The call has to be changed; nothing was started.
+    The job is cancelled if another driver takes over the run of `lease`, which is that of a fit. Raises `UsageError`
+    before anything is started if the call has to be changed.
     """
     function = pickled(call.fn, tuple(call.args), call.kwargs)
-    place = place_of(call)
-    if isinstance(place, Cluster):
-        check_modules(place, function, call.env)
-    settings, fewer = _within(place, call.resolve(place.slots))
-    sources: list[EventSource] = [*place.sources()]
+    site = site_of(call)
+    if isinstance(site, Cluster):
+        check_modules(site, function, call.env)
+    settings, fewer = _within(site, call.resolve(site.slots))
+    sources: list[EventSource] = [*site.sources()]
     if call.discovery is not None:
-        sources.append(HostManager(call.discovery, place.host_of))
-    bind, addresses = place.listen_at()
+        sources.append(HostManager(call.discovery, site.host_of))
+    bind, addresses = site.listen_at()
     with contextlib.ExitStack() as undo:  # releases everything if the job cannot be started
         folder = None
         if call.checkpoint_dir is not None:
             from spark_elastic.jobs.run_folder import open_run  # it imports torch
 
-            folder = open_run(call, place if isinstance(place, Cluster) else None, undo)
-            function = pickled(folder.writing(call.fn), tuple(call.args), call.kwargs)
-        listening = _listen(bind, place.ports("driver_port", call.driver_port), call.launcher is not None)
+            folder = open_run(call, site if isinstance(site, Cluster) else None, undo)
+            function, lease = pickled(folder.writing(call.fn), tuple(call.args), call.kwargs), folder.lease
+        listening = _listen(bind, site.ports("driver_port", call.driver_port), call.launcher is not None)
         undo.callback(listening.close)
         port = listening.getsockname()[1]
-        spec = _launch_spec(call, place, function, tuple((address, port) for address in addresses))
+        spec = _launch_spec(call, site, function, tuple((address, port) for address in addresses))
         progress = ProgressModel() if call.verbose else None
         files = None if call.output_dir is None else OutputFiles(call.output_dir)
         if files is not None:
             undo.callback(files.close)
         printer = OutputPrinter(call.stdout, call.stderr, progress, None if files is None else files.add)
         undo.callback(printer.close)
-        undo.enter_context(place.console(call.verbose))
+        undo.enter_context(site.console(call.verbose))
         if fewer and call.verbose:
             printer.say(f"spark_elastic: {fewer}")
         if folder is not None and call.verbose:
             printer.say(f"spark_elastic: {folder.in_words()}")
         has_page = call.status_port is not None
         if call.status_port == "auto":
-            has_page = place.is_local and call.verbose > 0
+            has_page = site.is_local and call.verbose > 0
         status = StatusModel(spec.job, settings, clock.monotonic()) if has_page else None
         driver = ElasticDriver(
             spec,
             settings,
-            lambda on_ended: place.make_launcher(spec, settings, on_ended, spark_agent.run_in_task),
+            lambda on_ended: site.make_launcher(spec, settings, on_ended, spark_agent.run_in_task),
             listening,
             sources=sources,
             printer=printer,
@@ -173,10 +168,9 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
         undo.callback(driver.close)
         page = None
         if status is not None:
-            token = make_token()
-            at, of_page = (THIS_MACHINE, (THIS_MACHINE,)) if place.is_local else (bind, addresses)
-            page_socket = listen_for_pages(at, call.status_port if isinstance(call.status_port, int) else 0)
-            page = StatusServer(page_socket, of_page[0], token, functools.partial(driver.document, status))
+            bind, host = (THIS_MACHINE, THIS_MACHINE) if site.is_local else (bind, addresses[0])
+            page_socket = listen_for_pages(bind, call.status_port if isinstance(call.status_port, int) else 0)
+            page = StatusServer(page_socket, host, make_token(), functools.partial(driver.document, status))
             page.start()
             undo.callback(page.close)
             if call.verbose:
@@ -185,18 +179,16 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
                 printer.say(f"spark_elastic: status page: {shown}")
         if progress is not None:
             progress.imports = slowest_import(spec.preimport)
-            if isinstance(place, Cluster):
-                progress.describe_cluster = lambda: place.load(driver.tasks_pending)
+            if isinstance(site, Cluster):
+                progress.describe_cluster = lambda: site.load(driver.tasks_pending)
         clean_up = undo.pop_all()
-    url = None if page is None else page.url
-    lease = None if folder is None else folder.lease
 
     def prepare() -> None:
-        if isinstance(place, Cluster):
-            waiting = Waiting(driver.stop_requested, driver.note_waiting)
-            _check_interfaces(place_workers(place, spec, settings, listening, waiting), spec, settings)
+        if isinstance(site, Cluster):
+            waiting = SlotWait(driver.stop_requested, driver.note_waiting)
+            _check_interfaces(place_workers(site, spec, settings, listening, waiting), spec, settings)
 
-    return ElasticJob(spec.job, driver, prepare, clean_up.close, url, lease)
+    return ElasticJob(spec.job, driver, prepare, clean_up.close, None if page is None else page.url, lease)
 
 
 def _check_interfaces(reports: Sequence[SlotReport], spec: LaunchSpec, settings: ElasticSettings) -> None:
@@ -220,13 +212,13 @@ def prepare_workers(call: RunCall) -> None:
     keep_s = _keep_workers_s(call)
     if keep_s <= 0:
         return
-    place = place_of(call)
-    if not isinstance(place, Cluster) or place.remote:
+    site = site_of(call)
+    if not isinstance(site, Cluster) or site.remote:
         return
     env, modules = dict(call.env or {}), modules_of(pickled(call.fn, (), None))
     spec = LaunchSpec("", (), b"", b"", 0.0, "", env=env, device=call.device, preimport=modules, keep_workers_s=keep_s)
     payload = pickle.dumps(spec)
-    now = place.count_slots().now or 0
+    now = site.count_slots().now or 0
     width = min(call.max_num_proc or call.num_proc or now, now)
 
     def task(_rows: Any) -> list[Any]:
@@ -234,16 +226,16 @@ def prepare_workers(call: RunCall) -> None:
         return []
 
     if width > 0:
-        place.start_tasks(task, width, "spark_elastic: imports of workers")
+        site.start_tasks(task, width, "spark_elastic: imports of workers")
 
 
 def _launch_spec(
-    call: RunCall, place: Place, function: bytes, driver_addresses: tuple[tuple[str, int], ...]
+    call: RunCall, site: Site, function: bytes, driver_addresses: tuple[tuple[str, int], ...]
 ) -> LaunchSpec:
     tracking = tracking_environment()
-    if not place.is_local:
+    if not site.is_local:
         warn_of_local_store({**tracking, **(call.env or {})})
-    agent_ports = place.ports("agent_ports", call.agent_ports)
+    agent_ports = site.ports("agent_ports", call.agent_ports)
     if call.encrypt:
         require_encryption()
     return LaunchSpec(
@@ -282,16 +274,16 @@ def _listen(bind: str, ports: Ports, local: bool) -> socket.socket:
         raise InvalidSettingsError(f"the driver cannot listen at {at}: {error.strerror or error}; {fix}") from None
 
 
-def _within(place: Place, settings: ElasticSettings) -> tuple[ElasticSettings, str]:
+def _within(site: Site, settings: ElasticSettings) -> tuple[ElasticSettings, str]:
     """Limit the workers to the slots that there can ever be, if those are enough for the minimum.
 
     With a line that says that fewer workers than num_proc start; empty if as many start.
     """
-    slots = place.fixed_slots()
+    slots = site.fixed_slots()
     if slots is None or not settings.min_num_proc <= slots < settings.max_num_proc:
         return settings, ""
     limited = dataclasses.replace(settings, num_proc=min(settings.num_proc, slots), max_num_proc=slots)
     if slots >= settings.num_proc:
         return limited, ""
     fewer = f"starting with {slots} workers instead of num_proc={settings.num_proc}"
-    return limited, f"{fewer}: master {place.master} has no more slots"
+    return limited, f"{fewer}: master {site.master} has no more slots"

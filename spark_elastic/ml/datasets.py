@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spark_elastic.data.catalog import delete_unless_used
-from spark_elastic.data.columns import Request
+from spark_elastic.data.columns import Query, Request
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.manifest import MANIFEST_NAME
 from spark_elastic.data.store import Store
@@ -51,39 +51,33 @@ class SharedDatasets:
                     delete_unless_used(dataset.store)
 
 
+def request_of(tensors: Tensors, given: Callable[[str], Any]) -> Request:
+    """Return the arguments of `materialize` for an estimator's tensors and settings."""
+    options = {name: value for name, value in (given("data_options") or {}).items() if name in WRITE_OPTIONS}
+    fixed = {"validation": given("validation"), "seed": given("seed")}
+    return Request(tensors.columns, tensors.dtypes, tensors.shapes, **fixed, **options)
+
+
 def written_rows(
-    cluster: Cluster,
-    df: Any,
-    tensors: Tensors,
-    store: Store,
-    given: Callable[[str], Any],
-    shared: SharedDatasets | None,
+    cluster: Cluster, query: Query, store: Store, given: Callable[[str], Any], shared: SharedDatasets | None
 ) -> Dataset:
     """Write the rows of a DataFrame, or find them; raise as `materialize`. `given` returns the value of a setting."""
     from spark_elastic.data import materialization
 
-    settings = {
-        "tensors": tensors.columns,
-        "dtypes": tensors.dtypes,
-        "shapes": tensors.shapes,
-        "validation": given("validation"),
-        "seed": given("seed"),
-        **{name: value for name, value in (given("data_options") or {}).items() if name in WRITE_OPTIONS},
-    }
     # the folds of a CrossValidator are other rows each, so no name may find one in place of another
     name = given("dataset_id") if shared is None else None
     kept = bool(given("keep_dataset")) or name is not None
 
     def write() -> Dataset:
         try:
-            return materialization.write_dataset(cluster, df, Request(**settings), store, name, kept, given("verbose"))
+            return materialization.write_dataset(cluster, query, store, name, kept, given("verbose"))
         except DataError as error:
             advice = [_ESTIMATOR_NAMES.get(each, _DATA_OPTION).format(each) for each in getattr(error, "settings", ())]
             if advice:
                 error.message += f"\n(of an estimator: {'; '.join(advice)})"
             raise
 
-    return write() if shared is None else shared.get(json.dumps(settings, sort_keys=True, default=repr), write)
+    return write() if shared is None else shared.get(json.dumps(query.request.to_json(), sort_keys=True), write)
 
 
 def check_stored(dataset: Dataset, settings: ElasticParams) -> None:

@@ -11,18 +11,22 @@ from pyspark.ml import Estimator
 
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
-from spark_elastic.errors import SparkElasticError
 from spark_elastic.jobs.tracking import active_run_id, fits_of
 from spark_elastic.ml.datasets import SharedDatasets
 from spark_elastic.ml.fit import FitRun
 from spark_elastic.ml.model import ElasticModel
 from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.shared_params import OutputParams, TrainingParams
+from spark_elastic.task.user_frames import without_own_frames
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 M = TypeVar("M", bound=ElasticModel)
+
+
+def _says_all(estimator: Any, *_: Any, **__: Any) -> bool:
+    return bool(estimator._given("verbose") > 1)
 
 
 class ElasticEstimator(TrainingParams, OutputParams, Savable, Estimator[M]):
@@ -41,6 +45,7 @@ class ElasticEstimator(TrainingParams, OutputParams, Savable, Estimator[M]):
     @overload
     def fit(self, dataset: DataFrame, params: Sequence[Mapping[Any, Any]]) -> list[M]: ...
 
+    @without_own_frames(_says_all)
     def fit(self, dataset: DataFrame, params: Any = None) -> M | list[M]:
         """Fit a model, as in Spark ML.
 
@@ -55,24 +60,18 @@ class ElasticEstimator(TrainingParams, OutputParams, Savable, Estimator[M]):
             UsageError: A setting, a column or the cluster has to be changed; no worker was started.
             JobError: The training could not continue. A `UserFunctionError` has the frames of your code.
         """
-        __tracebackhide__ = True  # IPython leaves out such frames
-        try:
-            fitted: M | list[M] = super().fit(dataset, params)
-            return fitted
-        except (SparkElasticError, KeyboardInterrupt) as error:
-            if self._given("verbose") > 1:
-                raise
-            # the caller's frames are followed by none of this package's
-            raise error.with_traceback(None) from error.__cause__
+        fitted: M | list[M] = super().fit(dataset, params)
+        return fitted
 
     def _fit(self, dataset: Any) -> M:
         with self._fit_run() as run:
             run.check(dataset)
-            run.materialise()
+            run.materialize()
             run.dry_run()
             run.train()
             return run.load()
 
+    @without_own_frames(_says_all)
     def from_dataset_path(self, where: str | Path | Store | Dataset, params: Mapping[Any, Any] | None = None) -> M:
         """Fit on a dataset that `spark_elastic.materialize` wrote, with tensors "features_0", ..., "label_0", ...
 

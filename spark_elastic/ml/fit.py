@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,19 +14,19 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from spark_elastic import clock
 from spark_elastic.data.catalog import delete_unless_used
-from spark_elastic.data.columns import check_validation
+from spark_elastic.data.columns import Query
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.shared_store import ensure_shared
 from spark_elastic.data.store import Store
-from spark_elastic.errors import DataError, InvalidSettingsError, StateLostError
+from spark_elastic.errors import InvalidSettingsError, StateLostError
 from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverCallback, DriverResult, DriverRun
 from spark_elastic.jobs.settings import RunCall, RunSettings
-from spark_elastic.ml import preparation, run_folder
-from spark_elastic.ml.datasets import SharedDatasets, check_stored, written_rows
+from spark_elastic.ml import fingerprint, preparation, run_folder
+from spark_elastic.ml.datasets import SharedDatasets, check_stored, request_of, written_rows
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.params import ElasticParams, as_list
-from spark_elastic.ml.preparation import Tensors, flat_names, model_inputs
-from spark_elastic.ml.results import WorkerResults
+from spark_elastic.ml.preparation import Tensors, model_inputs
+from spark_elastic.ml.results import FitResults
 from spark_elastic.ml.shared_params import READ_OPTIONS, OutputParams
 from spark_elastic.ml.training.dry_run import DryRunResult, warn_of_no_prediction
 from spark_elastic.ml.training.spec import CheckpointPlan, Training, TrainingResult
@@ -35,7 +34,8 @@ from spark_elastic.reporting.descriptions import describe_settings
 from spark_elastic.reporting.event_log import event_rows
 from spark_elastic.reporting.progress import stop_line
 from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
-from spark_elastic.runs.lease import lease_of
+from spark_elastic.runs.folder import new_run_id
+from spark_elastic.runs.lease import RunLease
 from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.own_modules import check_modules, own_modules
 from spark_elastic.spark.session import checked_cluster
@@ -61,7 +61,7 @@ _OF_CLUSTER = {"storage_options", "run_options", "status_port"}  # these do not 
 class FitRun(ABC, Generic[T, M]):
     """One fit: its rows, run folder, lease and callbacks, which are released when the block ends.
 
-    The steps, in order: `check` and `materialise`, or `check_stored` for rows that were written before; then `dry_run`,
+    The steps, in order: `check` and `materialize`, or `check_stored` for rows that were written before; then `dry_run`,
     `train` and `load`. A framework's subclass says how it trains; `given` is the value of a setting.
     """
 
@@ -74,18 +74,18 @@ class FitRun(ABC, Generic[T, M]):
     train_fn: ClassVar[staticmethod[[Any], TrainingResult]]  # the function that each worker calls with the training
     dry_run_fn: ClassVar[staticmethod[[Any, Any], DryRunResult]]  # does one step of a copy of a training
 
-    rows: Dataset  # the written rows
-    store: Store  # the run folder
+    dataset: Dataset
+    folder: Store  # of the run
     training: T  # the settings of the training for the workers
-    trained: WorkerResults  # the results of the workers
-    _df: Any
-    _tensors: Tensors
+    trained: FitResults  # the results of the workers
+    _query: Query
     _tried: DryRunResult
 
     def __init__(self, settings: ElasticParams, shared: SharedDatasets | None = None) -> None:
         self._settings = settings
         self._shared = shared  # the datasets of the other fits of the same `fitMultiple`
         self.cluster: Cluster | None = None  # None also if a launcher needs no Spark
+        self.lease: RunLease | None = None  # None: no other driver can take the run folder
         self.resume_from: str | None = None  # the name of a checkpoint
         self.seconds: dict[str, float] = {}  # the seconds that the parts of the fit took, by name
         self._began = clock.wall()
@@ -140,10 +140,8 @@ class FitRun(ABC, Generic[T, M]):
             if self.given(name) is None:
                 raise InvalidSettingsError(f"{name} is not set; give the names of the columns")
         self.check_settings()
-        if df.isStreaming:
-            raise DataError("fit cannot read a streaming DataFrame, which has no end; write it to a table first")
         self.cluster = checked_cluster(df.sparkSession)
-        self._df, self._tensors = df, self.tensors(df.schema)
+        self._query = Query.checked(df, request_of(self.tensors(df.schema), self.given))
         self._check_store()
         if self._run_options.get("launcher") is None and own_modules():  # which the executors have to import
             given = [self.worker_callbacks(), *map(self.given, filter(self._settings.hasParam, _WITH_CODE))]
@@ -158,12 +156,12 @@ class FitRun(ABC, Generic[T, M]):
     def check_stored(self, where: str | Path | Store | Dataset) -> None:
         """Check settings, cluster, and a dataset that was written before, to train on its rows."""
         self.check_settings()
-        self.rows = where if isinstance(where, Dataset) else Dataset.open(where, self.given("storage_options"))
-        check_stored(self.rows, self._settings)
+        self.dataset = where if isinstance(where, Dataset) else Dataset.open(where, self.given("storage_options"))
+        check_stored(self.dataset, self._settings)
         if self._run_options.get("launcher") is None:
             self.cluster = checked_cluster()
             self._check_store()
-        self._exits.enter_context(run_folder.leased_if_possible(self.rows.store))
+        self._exits.enter_context(run_folder.leased_if_possible(self.dataset.store))
         self._began = clock.wall()
 
     def check_settings(self) -> None:
@@ -178,16 +176,12 @@ class FitRun(ABC, Generic[T, M]):
 
     def tensors(self, schema: Any) -> Tensors:
         """Return the tensors to write. Raises `DataError` for columns that cannot be trained on."""
-        given = (self.given(name) for name in ("feature_cols", "input_shapes", "input_dtypes"))
-        made = preparation.features(schema, *given)
-        made |= preparation.labels(schema, self.given("label_cols"), self.given("label_shapes"), self.label_dtypes())
-        if self.given("transformation_fn") is None:
-            for name in ("feature_cols", "label_cols"):
-                preparation.check_numbers(schema, flat_names(self.given(name)), name)
+        given, allow_text = self.given, self.given("transformation_fn") is not None
+        shapes, dtypes = given("input_shapes"), given("input_dtypes")
+        made = preparation.features(schema, given("feature_cols"), shapes, dtypes, allow_text)
+        made |= preparation.labels(schema, given("label_cols"), given("label_shapes"), self.label_dtypes(), allow_text)
         if self.given("sample_weight_col") is not None:
             made |= preparation.weight(schema, self.given("sample_weight_col"))
-        if isinstance(self.given("validation"), str):
-            check_validation(schema, self.given("validation"))
         return made
 
     def _check_store(self) -> None:
@@ -204,7 +198,7 @@ class FitRun(ABC, Generic[T, M]):
         """Pickle settings as they travel to the workers, without the values of tensors and arrays."""
         return dumps(value, lambda each: (int, ()) if type(each).__name__ in _VALUES else NotImplemented)
 
-    def materialise(self) -> None:
+    def materialize(self) -> None:
         """Write the rows, or find them under the `dataset_id`, and keep them until the run ends."""
         from spark_elastic.jobs.start import prepare_workers
 
@@ -214,12 +208,10 @@ class FitRun(ABC, Generic[T, M]):
             log.debug("nothing is imported ahead: %s", error)
         assert self.cluster is not None
         with self._timed("write"):
-            self.rows = rows = written_rows(
-                self.cluster, self._df, self._tensors, self._base_store(), self.given, self._shared
-            )
+            self.dataset = written_rows(self.cluster, self._query, self._base_store(), self.given, self._shared)
         if self._shared is None:
-            self._exits.callback(delete_unless_used, rows.store)
-        self._exits.enter_context(run_folder.leased_if_possible(rows.store))
+            self._exits.callback(delete_unless_used, self.dataset.store)
+        self._exits.enter_context(run_folder.leased_if_possible(self.dataset.store))
 
     def dry_run(self) -> None:
         """Open the run folder, and do one step of a copy of the training on the driver.
@@ -227,7 +219,7 @@ class FitRun(ABC, Generic[T, M]):
         Raises as `durable_run` does, and `DataError` or `InvalidSettingsError` if the step fails.
         """
         self._open_folder()
-        self.training = self.make_training(self.store, self.resume_from)
+        self.training = self.make_training(self.folder, self.resume_from)
         with self._timed("try"):
             self._tried = self.dry_run_fn(self.training, self.given("inference_fn"))
             self.training = replace(self.training, **self._tried.settings)
@@ -248,29 +240,30 @@ class FitRun(ABC, Generic[T, M]):
         """Acquire the run folder until the run ends. Without `checkpoint_dir` it is removed then."""
         runs = self._runs()
         if self.given("checkpoint_dir") is None:
-            self.store = self._exits.enter_context(run_folder.transient_run(runs))
+            self.folder = self._exits.enter_context(run_folder.transient_run(runs))
             return
         identity = self.identity()
-        name = self.given("run_id") or f"{clock.wall():.0f}-{uuid.uuid4().hex[:8]}"
+        name = self.given("run_id") or new_run_id()
         if self._shared is not None:  # one of several trainings, each with its own checkpoints
             params = self._settings._paramMap
             names = sorted({param.name for param in params if self._settings._is_given(param.name)} - _OF_CLUSTER)
-            name += f"-{run_folder.digest([identity, {each: self.described(each) for each in names}])}"
+            name += f"-{fingerprint.digest([identity, {each: self.described(each) for each in names}])}"
         run_id, resume = self.given("run_id"), self.given("resume")
-        self.store = runs.sub(name)
-        self.resume_from = self._exits.enter_context(run_folder.durable_run(runs, name, identity, run_id, resume))
+        self.folder = runs.sub(name)
+        held = run_folder.durable_run(runs, name, identity, run_id, resume)
+        self.lease, self.resume_from = self._exits.enter_context(held)
 
     def identity(self) -> dict[str, Any]:
         """Return the facts that must be equal for a training to resume from a checkpoint."""
         return {
-            **run_folder.identity_of_rows(self.rows, self.given("seed"), self.given("shuffle")),
+            **run_folder.identity_of_rows(self.dataset, self.given("seed"), self.given("shuffle")),
             **{name: self.described(name) for name in self.deciding if self._settings._is_given(name)},
         }
 
     def described(self, name: str) -> str:
         """Describe a setting in words that are equal in every process."""
         buffers = name != "model"  # whose own buffers a checkpoint has
-        return run_folder.described(self.given(name), buffers=buffers)
+        return fingerprint.described(self.given(name), buffers=buffers)
 
     def batch_size(self) -> int | None:
         """Return the rows of a global batch; None if they depend on the number of workers."""
@@ -292,19 +285,16 @@ class FitRun(ABC, Generic[T, M]):
         same = (
             *("transformation_fn", "epochs", "shuffle", "seed", "device", "num_threads", "verbose", "allow_nan_loss"),
             *("per_worker_batch_size", "input_shapes", "label_shapes", "loss_is_per_worker", "sync_batch_norm"),
+            *("accumulation_steps", "gradient_clip_norm", "gradient_clip_value", "gradient_compression"),
         )
         return {
-            "dataset": self.rows,
+            "dataset": self.dataset,
             "store": store,
             "batch_size": self.batch_size(),
-            "accumulation": self.given("accumulation_steps"),
-            "clip_norm": self.given("gradient_clip_norm"),
-            "clip_value": self.given("gradient_clip_value"),
-            "compression": self.given("gradient_compression"),
             "checkpoints": plan,
             "resume_from": resume_from,
             "driver_decides_s": self._session.decides_within_s,
-            "fence": None if (lease := lease_of(store)) is None else lease.fence,
+            "fence": None if self.lease is None else self.lease.fence,
             **{name: self.given(name) for name in same},
             **{name: value for name, value in (self.given("data_options") or {}).items() if name in READ_OPTIONS},
         }
@@ -327,7 +317,7 @@ class FitRun(ABC, Generic[T, M]):
     def train(self) -> None:
         """Train in the workers of a job, again from the newest checkpoint if all workers that had the state are lost.
 
-        Raises as `WorkerResults.check` does, and `StateLostError` if there is no newer checkpoint.
+        Raises as `FitResults.check` does, and `StateLostError` if there is no newer checkpoint.
         """
         session, has_checkpoints = self._session, self.given("checkpoint_dir") is not None
         names = [param.name for param in self._settings.params]
@@ -350,15 +340,15 @@ class FitRun(ABC, Generic[T, M]):
                     if not has_checkpoints:
                         error.message += "; with checkpoint_dir, fit resumes from the last checkpoint by itself"
                         raise
-                    newest = Checkpoints(self.store.sub(CHECKPOINTS)).latest()
+                    newest = Checkpoints(self.folder.sub(CHECKPOINTS)).latest()
                     if newest is None or newest.name == self.training.resume_from:
                         raise
                     log.warning(
                         "every worker that held the state is lost; training resumes from the checkpoint %s", newest.name
                     )
                     self.training = replace(self.training, resume_from=newest.name)
-            self.trained = WorkerResults(self.store, results)
-            self.trained.check(has_checkpoints)
+            self.trained = FitResults(self.folder, results)
+            self.trained.check(has_checkpoints, self.lease)
         if self.trained.stopped and self.given("verbose"):
             reason = session.stop_reason or self.trained.stopped
             print(stop_line(len(self.trained.history), self.given("epochs"), reason), flush=True)
@@ -369,10 +359,9 @@ class FitRun(ABC, Generic[T, M]):
         from spark_elastic.jobs.start import start
 
         session = self._session
-        job = start(self._call(self.training), session if session else None)
-        lease = lease_of(self.store)
+        job = start(self._call(self.training), session if session else None, self.lease)
         try:
-            with cancelled_on_error(job), contextlib.nullcontext() if lease is None else lease.on_taken(job.cancel):
+            with cancelled_on_error(job):
                 if session:
                     session.deliver()
                 return job.result()
@@ -403,12 +392,12 @@ class FitRun(ABC, Generic[T, M]):
         """Return the trained model, with the history and the events of the fit."""
         tried, trained, events = self._tried, self.trained, tuple(self._events)
         with self._timed("load"):
-            written_with = self.rows.manifest.about.get("settings", {})
+            written_with = self.dataset.manifest.about.get("settings", {})
             model = self.fitted_model(
                 Fitted(
-                    inputs=model_inputs(self.rows, self.given("input_shapes")),
+                    inputs=model_inputs(self.dataset, self.given("input_shapes")),
                     outputs=tried.outputs,
-                    taken=tried.taken,
+                    output_positions=tried.output_positions,
                     rule=tried.rule,
                     history=trained.history,
                     events=events,

@@ -38,11 +38,12 @@ class Fitted:
     why_not: str = ""  # why the model cannot be called with its inputs alone; "" if it can
     pad_to: Mapping[str, int] = dataclasses.field(default_factory=dict)  # lengths that arrays are padded to, by input
     allow_nan: bool | Sequence[str] = False  # inputs that may be NaN or infinite; True or False for all of them
-    taken: tuple[int, ...] = ()  # their positions among all that the model returns; empty if they are all
+    output_positions: tuple[int, ...] = ()  # their positions among all that the model returns; empty if they are all
 
     def to_json(self) -> dict[str, Any]:
+        plain = ("rule", "events", "why_not", "pad_to", "allow_nan", "output_positions")
         return {
-            **{name: getattr(self, name) for name in ("rule", "events", "why_not", "pad_to", "allow_nan", "taken")},
+            **{name: getattr(self, name) for name in plain},
             "inputs": [{**dataclasses.asdict(field), "kind": field.kind.value} for field in self.inputs],
             "outputs": [dataclasses.asdict(output) for output in self.outputs],
             "history": self.history.to_json(),
@@ -55,9 +56,10 @@ class Fitted:
         try:
             outputs = [typed({"outputs": one}, "outputs", dict) for one in typed(document, "outputs", list)]
             # files of 0.2.0 have no positions
-            taken = tuple(whole_number(at, "taken") for at in typed({"taken": [], **document}, "taken", list))
-            if taken and len(taken) != len(outputs):
-                raise ValueError(f"taken has {len(taken)} positions for {len(outputs)} outputs")
+            listed = typed({"output_positions": [], **document}, "output_positions", list)
+            positions = tuple(whole_number(each, "output_positions") for each in listed)
+            if positions and len(positions) != len(outputs):
+                raise ValueError(f"output_positions has {len(positions)} positions for {len(outputs)} outputs")
             return cls(
                 inputs=tuple(
                     tensor_field(each, f"inputs[{number}]")
@@ -78,7 +80,7 @@ class Fitted:
                     name: whole_number(length, "pad_to") for name, length in typed(document, "pad_to", dict).items()
                 },
                 allow_nan=allowed if isinstance(allowed, bool) else names_in(document, "allow_nan"),
-                taken=taken,
+                output_positions=positions,
             )
         except ValueError as error:
             raise CheckpointError(f"the metadata of the saved model is damaged: {error}") from error
@@ -170,7 +172,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         than values for each row.
         """
         fitted = self._facts_of_fit()
-        if self.getOrDefault("inference_fn") is not None or not fitted.outputs or fitted.taken:
+        if self.getOrDefault("inference_fn") is not None or not fitted.outputs or fitted.output_positions:
             return None
         outputs = [(f"output_{index}", output) for index, output in enumerate(fitted.outputs)]
         sides: dict[str, Any] = {"inputs": [(each.name, each) for each in fitted.inputs], "outputs": outputs}
@@ -238,7 +240,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             names=tuple(dataset.columns),
             groups=travel.groups_of({name: kind.typeName() for name, kind in features.items()}),
             handle_invalid=self.getOrDefault("handle_invalid"),
-            taken=fitted.taken,
+            output_positions=fitted.output_positions,
         )
         if cluster.has_arrow_udfs():
             check_travels(features)

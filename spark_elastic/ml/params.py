@@ -26,12 +26,13 @@ import numpy as np
 from pyspark.ml.param import Param, Params
 
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidSettingsError, SparkElasticError, nearest
+from spark_elastic.errors import InvalidSettingsError, nearest
 from spark_elastic.reporting.descriptions import describe_setting
 from spark_elastic.settings import accepting, whole_number, wrong
 from spark_elastic.settings import boolean as boolean
 from spark_elastic.settings import dictionary as dictionary
 from spark_elastic.settings import identifier as identifier
+from spark_elastic.task.user_frames import without_own_frames
 from spark_elastic.trackers.autologging import reads_settings
 
 Converter = Callable[[str, Any], Any]  # of name and value, to the plain value; raises `InvalidSettingsError`
@@ -258,9 +259,9 @@ def setting(doc: str, convert: Converter, default: Any = None) -> Any:
 def keyword_only(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Let a method take settings as keywords alone, check their names, and keep the given ones in `_input_kwargs`."""
 
+    @without_own_frames(lambda *_, **__: False)
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **settings: Any) -> Any:
-        __tracebackhide__ = True  # IPython leaves out such frames
         cls = type(self)
         if args:
             raise TypeError(f"{cls.__name__} takes its settings as keywords, not as positional arguments")
@@ -269,10 +270,7 @@ def keyword_only(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate
             if name not in known:
                 raise InvalidSettingsError(unknown_name(cls.__name__, name, known))
         self._input_kwargs = settings
-        try:
-            return method(self, **settings)  # type: ignore[call-arg]
-        except SparkElasticError as error:
-            raise error.with_traceback(None) from error.__cause__  # the caller's frame is followed by this one alone
+        return method(self, **settings)  # type: ignore[call-arg]
 
     return wrapper  # type: ignore[return-value]
 

@@ -270,7 +270,7 @@ def warn_of_trust(instance: Any, stored: Mapping[str, str], running: Sequence[st
         log.warning(
             "loading %s from %s will need trust, because of %s: code of your own, which only a pickle can hold. Load "
             "it with load(path, trusted=True); CrossValidatorModel.load, PipelineModel.load and the like within `with "
-            "spark_elastic.ml.persistence.trusted_files():`; a deployment sets %s. The framework's own classes and "
+            "spark_elastic.trusted_files():`; a deployment sets %s. The framework's own classes and "
             "optimizers need no trust",
             type(instance).__name__,
             path,

@@ -61,6 +61,7 @@ def features(
     feature_cols: Sequence[Any],
     input_shapes: Sequence[Sequence[int]] | None,
     input_dtypes: Sequence[str | None] | None = None,
+    allow_text: bool = True,
 ) -> Tensors:
     """Return the tensors "features_0", "features_1", ... of the model's inputs, for settings of the estimator.
 
@@ -68,7 +69,7 @@ def features(
     an inner list, are integers if all of their columns are.
 
     Raises:
-        DataError: A column is missing, or no tensor can be made of its type.
+        DataError: A column is missing, or no tensor can be made of its type; of text and binary with `allow_text`.
         InvalidSettingsError: The number of shapes or dtypes is not that of the inputs, or a dtype is for text.
     """
     nested = any(isinstance(each, (list, tuple)) for each in feature_cols)
@@ -87,7 +88,7 @@ def features(
         dtype = None if input_dtypes is None else input_dtypes[index]
         if dtype is None and len(group) > 1 and not nested:
             dtype = FLOAT
-        made |= _tensor(schema, f"{INPUT}{index}", group, shape, "feature_cols", dtype=dtype)
+        made |= _tensor(schema, f"{INPUT}{index}", group, shape, "feature_cols", allow_text, dtype=dtype)
     return made
 
 
@@ -96,6 +97,7 @@ def labels(
     label_cols: Sequence[str],
     label_shapes: Sequence[Sequence[int]] | None,
     dtypes: Sequence[str | None] = (),
+    allow_text: bool = True,
 ) -> Tensors:
     """Return the tensors "label_0", "label_1", ... Raises as `features` does.
 
@@ -106,24 +108,13 @@ def labels(
     made = Tensors({})
     for index, name in enumerate(label_cols):
         shape = None if label_shapes is None else tuple(label_shapes[index])
-        one = _tensor(schema, f"{LABEL}{index}", [name], shape, "label_cols", alone_is_scalar=True)
+        one = _tensor(schema, f"{LABEL}{index}", [name], shape, "label_cols", allow_text, alone_is_scalar=True)
         dtype = dtypes[index] if index < len(dtypes) else None
         # a list of reals may be a probability for each class
         if dtype is not None and one.dtypes and (dtype == FLOAT or not is_list(schema[name].dataType)):
             one = Tensors(one.columns, {f"{LABEL}{index}": dtype}, one.shapes)
         made |= one
     return made
-
-
-def check_numbers(schema: Any, columns: Sequence[str], setting: str) -> None:
-    """Raise `DataError` if a column is text or binary, which no model takes."""
-    for name in columns:
-        if element_type(find_column(schema, name, setting).dataType) in _OPAQUE:
-            remedy = "StringIndexer makes numbers of classes" if setting == "label_cols" else "make numbers of it"
-            raise DataError(
-                f"{setting} {name!r} is {_type_name(schema, name)}, which a model cannot take; {remedy}, or a "
-                "transformation_fn makes arrays of each batch"
-            )
 
 
 def weight(schema: Any, name: str) -> Tensors:
@@ -139,6 +130,7 @@ def _tensor(
     names: Sequence[str],
     shape: tuple[int, ...] | None,
     setting: str,
+    allow_text: bool,
     alone_is_scalar: bool = False,
     dtype: str | None = None,
 ) -> Tensors:
@@ -150,6 +142,12 @@ def _tensor(
         if dtype is not None:
             raise InvalidSettingsError(
                 f"input_dtypes has {dtype!r} for {names[0]!r}, which is {_type_name(schema, names[0])}; make it None"
+            )
+        if not allow_text:
+            remedy = "StringIndexer makes numbers of classes" if setting == "label_cols" else "make numbers of it"
+            raise DataError(
+                f"{setting} {names[0]!r} is {_type_name(schema, names[0])}, which a model cannot take; {remedy}, or a "
+                "transformation_fn makes arrays of each batch"
             )
         return Tensors({tensor: names[0]}, shapes={} if shape is None else {tensor: shape})
     # `materialize` checks everything else about a column.

@@ -9,12 +9,12 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import LossNotFiniteError, RunTakenError, StoreError
 from spark_elastic.ml.training.spec import STOPPED_ELSEWHERE, TrainingResult
 from spark_elastic.redaction import redacted
-from spark_elastic.runs.lease import lease_of
+from spark_elastic.runs.lease import RunLease
 
 log = logging.getLogger("spark_elastic.ml")
 
 
-class WorkerResults:
+class FitResults:
     """The results of a training in all workers, None for a worker without one; see `TrainingResult`."""
 
     def __init__(self, store: Store, results: Sequence[TrainingResult | None]) -> None:
@@ -27,7 +27,7 @@ class WorkerResults:
         self.stopped = min((result.stopped for result in present), key=STOPPED_ELSEWHERE.__eq__)
         self.unsaved: Mapping[str, bytes] = next((result.unsaved for result in present if result.unsaved), {})
 
-    def check(self, has_checkpoints: bool) -> None:
+    def check(self, has_checkpoints: bool, lease: RunLease | None) -> None:
         """Raise `LossNotFiniteError` if the training diverged, `RunTakenError` if another driver has taken the run."""
         if (diverged := self._diverged) is not None:
             causes = [result is not None and result.caused_divergence for result in self._results]
@@ -40,7 +40,7 @@ class WorkerResults:
                 checkpoints=self._store.url if has_checkpoints else "",
             )
         try:
-            if (lease := lease_of(self._store)) is not None:
+            if lease is not None:
                 lease.check()
         except RunTakenError:
             raise

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import json
 import logging
 import re
 import uuid
 from collections.abc import Iterator, Mapping
-from types import CodeType, FunctionType
 from typing import Any
 
 from spark_elastic.data.catalog import ORPHAN_AGE_S, is_leased, leased
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
-from spark_elastic.errors import CheckpointError, StoreError
+from spark_elastic.errors import CheckpointError
+from spark_elastic.ml.fingerprint import digest
 from spark_elastic.redaction import redacted
 from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
+from spark_elastic.runs.folder import IDENTITY_FILE, storage_errors
 from spark_elastic.runs.lease import OWNERS, RunLease, opened_run
 
 log = logging.getLogger("spark_elastic.ml")
 
-_IDENTITY_FILE = "run.json"
 _RUN_FILES = re.compile(r"(run\.json|history\.json|model\.\w+|checkpoints/.*|leases/.*|.*\.partial)$")
 _TRANSIENT_NAME = re.compile(r"[0-9a-f]{32}$")
 
@@ -77,27 +75,25 @@ def collect_runs(runs: Store, age_s: float = ORPHAN_AGE_S) -> list[str]:
 @contextlib.contextmanager
 def durable_run(
     runs: Store, name: str, identity: Mapping[str, Any], run_id: str | None, resume: bool
-) -> Iterator[str | None]:
-    """Acquire the folder `name` below `runs`; yields the name of the checkpoint in it to resume from, if there is one.
+) -> Iterator[tuple[RunLease, str | None]]:
+    """Acquire the folder `name` below `runs`; yields its lease, and the name of a checkpoint in it to resume from.
 
     `identity` are the facts that must be equal to resume; without `resume` earlier checkpoints are deleted. Raises
     `RunTakenError` if another driver has the run, `CheckpointError` for checkpoints that are damaged or of another
     training, and `StoreError` if the folder cannot be used.
     """
     run = runs.sub(name)
-    with contextlib.ExitStack() as lease:
-        try:
-            held = lease.enter_context(opened_run(run, Checkpoints(run.sub(CHECKPOINTS)).newest_token()))
-            if not resume and (run.exists(_IDENTITY_FILE) or run.exists(CHECKPOINTS)):
-                clear(run, held)
+    with contextlib.ExitStack() as exits:
+        with storage_errors(runs):
+            lease = exits.enter_context(opened_run(run, Checkpoints(run.sub(CHECKPOINTS)).newest_token()))
+            if not resume and (run.exists(IDENTITY_FILE) or run.exists(CHECKPOINTS)):
+                clear(run, lease)
             latest = Checkpoints(run.sub(CHECKPOINTS)).latest()
             if latest is not None:
                 _check_identity(run, identity, run_id)
             else:
-                run.write_bytes(_IDENTITY_FILE, json.dumps(identity, indent=1).encode(), check=held.check)
-        except OSError as error:
-            raise StoreError(f"checkpoint_dir {runs.url} cannot be used: {error}", url=runs.url) from error
-        yield None if latest is None else latest.name
+                run.write_bytes(IDENTITY_FILE, json.dumps(identity, indent=1).encode(), check=lease.check)
+        yield lease, None if latest is None else latest.name
 
 
 def identity_of_rows(dataset: Dataset, seed: int, shuffle: bool) -> dict[str, Any]:
@@ -117,12 +113,12 @@ def identity_of_rows(dataset: Dataset, seed: int, shuffle: bool) -> dict[str, An
 def _check_identity(run: Store, identity: Mapping[str, Any], run_id: str | None) -> None:
     """Raise `CheckpointError` if the run's checkpoints are of another training, or `run.json` is damaged."""
     try:
-        found = json.loads(run.read_bytes(_IDENTITY_FILE)) if run.exists(_IDENTITY_FILE) else {}
+        found = json.loads(run.read_bytes(IDENTITY_FILE)) if run.exists(IDENTITY_FILE) else {}
         if not isinstance(found, dict):
             raise ValueError(f"a {type(found).__name__}, not an object")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{run.url}/{_IDENTITY_FILE}, which describes the training of the checkpoints beside it, is damaged: "
+            f"{run.url}/{IDENTITY_FILE}, which describes the training of the checkpoints beside it, is damaged: "
             f"{error}. Choose another run_id, or set resume=False to delete them and start over"
         ) from error
     different = [name for name in {**identity, **found} if found.get(name) != identity.get(name)]
@@ -147,62 +143,3 @@ def clear(run: Store, lease: RunLease) -> None:
         if entry.path != OWNERS:
             lease.check()
             run.delete(entry.path)
-
-
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
-_PLAIN = (bool, int, float, str, type(None))
-_DESCRIBED = (*_PLAIN, list, tuple, dict, set, frozenset, type, FunctionType, functools.partial)
-_MAX_DEPTH = 6  # deeper than settings are nested; functions that refer to themselves would never end
-
-
-def described(value: Any, *, buffers: bool = True, depth: int = 0) -> str:
-    """Describe a setting: classes by name, functions by name and code, anything else by its repr and attributes."""
-    if depth > _MAX_DEPTH:
-        return type(value).__qualname__
-    inner = functools.partial(described, buffers=buffers, depth=depth + 1)
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(inner, value))}]"
-    if isinstance(value, (set, frozenset)):  # their order differs between processes
-        return f"{{{', '.join(sorted(map(inner, value)))}}}"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {inner(each)}' for key, each in value.items())}}}"
-    if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, functools.partial):
-        return f"partial({inner(value.func)}, {inner(value.args)}, {inner(value.keywords)})"
-    code = getattr(value, "__code__", None)
-    if isinstance(code, CodeType):
-        cells = [inner(cell.cell_contents) for cell in value.__closure__ or ()]
-        used = {name: value.__globals__.get(name) for name in code.co_names}
-        plain = inner({name: each for name, each in used.items() if isinstance(each, _PLAIN) and each is not None})
-        return f"{value.__qualname__} {digest([_code(code), cells, inner(value.__defaults__), plain])}"
-    if hasattr(value, "tolist"):  # the repr of an array leaves out its middle
-        return f"{type(value).__qualname__} {digest(repr(value.tolist()))}"
-    text = redacted(_ADDRESS.sub("", repr(value)))
-    attributes = _attributes(value, buffers)
-    return f"{text} {inner(attributes)}" if attributes else text
-
-
-def digest(value: Any, digits: int = 8) -> str:
-    """Return hexadecimal digits that identify plain values."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:digits]
-
-
-def _attributes(value: Any, buffers: bool) -> dict[str, Any]:
-    """Return what the repr leaves out: label smoothing, the milestones of a schedule, the patience of a callback."""
-    own = getattr(value, "__dict__", {})
-    if "param_groups" in own:  # the repr of an optimizer has all but the weights
-        return {}
-    if "_modules" not in own:
-        return {name: own[name] for name in sorted(own) if isinstance(own[name], _DESCRIBED)}
-    found = {name: own[name] for name in sorted(own) if name[0] != "_" and isinstance(own[name], _DESCRIBED)}
-    found.pop("training", None)
-    if buffers:
-        found |= {f"buffer {name}": each for name, each in own["_buffers"].items()}
-        found |= {f"module {name}": _attributes(each, buffers) for name, each in own["_modules"].items()}
-    return found
-
-
-def _code(code: CodeType) -> list[Any]:
-    constants = [_code(each) if isinstance(each, CodeType) else described(each) for each in code.co_consts]
-    return [code.co_code.hex(), constants, list(code.co_names)]

@@ -16,7 +16,7 @@ from spark_elastic.data.arrow_values import RowsRefused, error_of, missing_rows
 from spark_elastic.data.columns import Request, Tensor
 from spark_elastic.data.encode import Encoder
 from spark_elastic.data.manifest import Kind, TensorField
-from spark_elastic.data.shards import SHARD_BYTES, Blob
+from spark_elastic.data.shards import Blob
 from spark_elastic.errors import DataError
 from spark_elastic.ml.added_columns import AddedColumn, Array, arrow_array
 
@@ -59,10 +59,6 @@ def tensors_for(
         variable=tuple(field.name for field in inputs if field.kind in (Kind.BYTES, Kind.ARRAY)),
         sparse={field.name: False for field in inputs if field.kind is Kind.SPARSE},
         allow_nan=allow_nan if isinstance(allow_nan, bool) else [f.name for f in inputs if f.name in allow_nan],
-        validation=None,
-        seed=0,
-        shard_bytes=SHARD_BYTES,
-        pre_shuffle=None,
     )
     return request.resolve(schema, case_sensitive)
 
@@ -158,7 +154,7 @@ class Serving:
     names: tuple[str, ...] = ()  # real names of the columns in their order, if the batches of `mapInArrow` have others
     groups: travel.Groups = ()  # the features as the UDF receives them; several may travel as one column
     handle_invalid: str = "error"
-    taken: tuple[int, ...] = ()  # positions of the outputs that have a value for each row; empty if all have
+    output_positions: tuple[int, ...] = ()  # positions of the outputs that have a value for each row; empty if all have
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
@@ -241,7 +237,7 @@ class Serving:
             if self.inference_fn is not None:
                 inputs = dict(self.inference_fn(inputs))
             returned, count = predict(inputs), min(self.batch_size, rows - start)
-            outputs = [returned[at] for at in self.taken] if self.taken else returned
+            outputs = [returned[at] for at in self.output_positions] if self.output_positions else returned
             for index, output in enumerate(outputs):
                 if not has_rows(output, count):
                     raise DataError(

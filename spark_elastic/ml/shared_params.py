@@ -15,6 +15,7 @@ from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.settings import RunSettings, checked_status_port
 from spark_elastic.ml import params as to
 from spark_elastic.ml.params import ElasticParams, setting
+from spark_elastic.runs.folder import check_run_id
 from spark_elastic.settings import ScalingSettings, declarations
 
 Shapes: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
@@ -296,10 +297,7 @@ class CheckpointParams(ElasticParams):
 
     def _check_together(self) -> None:
         super()._check_together()
-        if self._given("run_id") is not None and self._given("checkpoint_dir") is None:
-            raise InvalidSettingsError(
-                f"run_id={self._given('run_id')!r} without checkpoint_dir: there is nothing to resume from; set both"
-            )
+        check_run_id(self._given("run_id"), self._given("checkpoint_dir"))
         if self._given("checkpoint_dir") is None:
             plan = ("interval", "seconds", "best_of", "best_mode")
             for name in (*(f"checkpoint_{each}" for each in plan), "keep_checkpoints"):

@@ -236,13 +236,7 @@ class RunLease:
             callback(str(error))
 
 
-_held: dict[str, RunLease] = {}
 _live: set[str] = set()  # names of the leases of this process that have not ended, whatever their files say
-
-
-def lease_of(run: Store) -> RunLease | None:
-    """Return this process's lease on a run; None if the run needs none, because no other driver can take it."""
-    return _held.get(run.address)
 
 
 @contextmanager
@@ -253,13 +247,11 @@ def opened_run(run: Store, known_token: int = 0) -> Iterator[RunLease]:
     holds it.
     """
     lease = RunLease(run, acquire(run, known_token), BEAT_S)
-    _held[run.address] = lease
     try:
         lease.check()
         run.delete_unfinished()
         yield lease
     finally:
-        _held.pop(run.address, None)
         lease.give_back()
 
 

@@ -27,7 +27,7 @@ TRUST_VARIABLE = "SPARK_ELASTIC_TRUST"
 _ALL = "all"
 TRUST = (
     "If you trust its author, use load(path, trusted=True), or `with "
-    "spark_elastic.ml.persistence.trusted_files():` around PipelineModel.load and the like; where neither is possible, "
+    "spark_elastic.trusted_files():` around PipelineModel.load and the like; where neither is possible, "
     f"as with mlflow.pyfunc, set the environment variable {TRUST_VARIABLE} to the folder"
 )
 

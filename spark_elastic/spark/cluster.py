@@ -37,8 +37,6 @@ CANCEL_S = 10.0
 _CANCEL_AGAIN_S = 0.2
 SESSION_PORTS = {"driver_port": "spark.elastic.driver.port", "agent_ports": "spark.elastic.agent.ports"}
 """Settings of a Spark session that give the ports of its jobs."""
-checked: set[tuple[str, ...]] = set()
-"""(`Cluster.id`, Python of its executors, *packages) of the checks that found nothing wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +61,8 @@ class Cluster(abc.ABC):
     """Packages that the Python of a task needs if it reads or returns rows."""
     needed_by_workers: ClassVar[Sequence[str]]
     """The same of a task that runs an agent."""
+    done: ClassVar[set[tuple[str, ...]]] = set()
+    """What this program need not do again: (what, `id` or `application`, details) of checks and files sent."""
 
     def __init__(self, context: Any) -> None:
         self.context = context
@@ -195,13 +195,13 @@ class Cluster(abc.ABC):
         if not self.remote and self.is_local and executor_python.choose_python(self.context):
             return
         names = self.needed if needed is None else needed
-        about = (self.id, self.python, *names)
-        if about not in checked:
+        about = ("python", self.id, self.python, *names)
+        if about not in self.done:
             # a local master whose slots are all in use says nothing: the workers then name what they lack
             answer = self.ask_python(names, executor_python.PATIENCE_S if self.is_local else None)
             if answer is not None:
                 executor_python.refuse_python(answer, on_connect=self.remote)
-                checked.add(about)
+                self.done.add(about)
 
     def ask_python(self, names: Sequence[str], timeout_s: float | None = None) -> tuple[str, str, list[str]] | None:
         """Return path and version of the executors' Python, and those of the modules that it lacks.

@@ -14,7 +14,7 @@ from typing import Any
 from spark_elastic import clock
 from spark_elastic.reporting.progress import View, plain_line
 from spark_elastic.reporting.screens import screen_for
-from spark_elastic.spark.cluster import CANCEL_S, TaskRun
+from spark_elastic.spark.cluster import CANCEL_S, Cluster, TaskRun
 from spark_elastic.spark.jvm import close_connection, setting_of
 
 HIDE_EVERY_S = 0.2
@@ -29,8 +29,6 @@ _SUBMITTED = "PYSPARK_GATEWAY_PORT"
 """The environment variable that `spark-submit` gives the Python programs that it starts."""
 _DEFAULT_FLAG = "org$apache$spark$internal$Logging$$defaultSparkLog4jConfig"
 
-_quieted: set[str] = set()
-"""The applications whose log was looked at."""
 
 # --- Spark's progress bar ---------------------------------------------------------------------------
 
@@ -127,9 +125,9 @@ def quiet_log(context: Any) -> None:
     `spark-submit` starts programs with Spark's default log at INFO, some ten lines for each task. Looked at once per
     application.
     """
-    if _SUBMITTED not in os.environ or context.applicationId in _quieted:
+    if _SUBMITTED not in os.environ or ("log", context.applicationId) in Cluster.done:
         return
-    _quieted.add(context.applicationId)
+    Cluster.done.add(("log", context.applicationId))
     with contextlib.suppress(Exception):  # the classes of a vendor's Spark may differ
         # nobody has configured log4j: Spark uses the configuration in its own jar
         spark = context._jvm.java.lang.Class.forName("org.apache.spark.internal.Logging$").getField("MODULE$").get(None)

@@ -44,7 +44,7 @@ Look = Callable[[], Seen]
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class SlotWait:
     """How a wait for slots is ended and shown."""
 
     stop: threading.Event = field(default_factory=threading.Event)
@@ -68,7 +68,7 @@ _probed: dict[str, tuple[frozenset[str], Probe]] = {}
 
 
 def place_workers(
-    cluster: Cluster, spec: LaunchSpec, settings: ElasticSettings, listening: socket.socket, waiting: Waiting
+    cluster: Cluster, spec: LaunchSpec, settings: ElasticSettings, listening: socket.socket, waiting: SlotWait
 ) -> tuple[SlotReport, ...]:
     """Wait until workers can be placed together: num_proc of them shortly, or else min_num_proc.
 
@@ -98,7 +98,7 @@ def place_workers(
     return tuple(report for report, _ in found.seen)
 
 
-def wait_for_slots(cluster: Cluster, need: int, timeout_s: float, waiting: Waiting) -> None:
+def wait_for_slots(cluster: Cluster, need: int, timeout_s: float, waiting: SlotWait) -> None:
     """Wait until `need` slots exist, busy or not.
 
     Returns at once under dynamic allocation: executors come only when jobs ask for them.
@@ -132,7 +132,7 @@ def wait_for_slots(cluster: Cluster, need: int, timeout_s: float, waiting: Waiti
             raise JobCancelledError("cancelled while waiting for slots")
 
 
-def probe(cluster: Cluster, look: Look, num_proc: int, timeout_s: float, waiting: Waiting) -> Probe:
+def probe(cluster: Cluster, look: Look, num_proc: int, timeout_s: float, waiting: SlotWait) -> Probe:
     """Run `num_proc` tasks at the same time (in barrier mode) and return what each of them has seen.
 
     First waits until `num_proc` slots exist, because Spark says nothing for ten minutes about a barrier job that is too

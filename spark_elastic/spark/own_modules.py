@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from spark_elastic.spark.cluster import Cluster
 
 _GLOBAL = "global "
-_found: set[tuple[str, str]] = set()
-"""(`Cluster.id`, names of modules) that the executors can import."""
 
 
 def check_modules(cluster: Cluster, pickled: bytes, env: Mapping[str, str] | None = None) -> None:
@@ -33,8 +31,8 @@ def check_modules(cluster: Cluster, pickled: bytes, env: Mapping[str, str] | Non
         NotPicklableError: Executors cannot import one of them.
     """
     files = {name: file for name in modules_in(pickled) if (file := _own_file(name)) is not None}
-    about = (cluster.id, " ".join(sorted(files)))
-    if not files or about in _found or "PYTHONPATH" in (env or {}):
+    about = ("modules", cluster.id, *sorted(files))
+    if not files or about in cluster.done or "PYTHONPATH" in (env or {}):
         return
     answer = cluster.ask_python(sorted(files), PATIENCE_S)
     if answer is None:
@@ -45,7 +43,7 @@ def check_modules(cluster: Cluster, pickled: bytes, env: Mapping[str, str] | Non
             f"the executors cannot import {name}, which this program has from {files[name]}; send it with {send} "
             "(a file, or a zip of a package's folder), --py-files of spark-submit, or install it on the executors"
         )
-    _found.add(about)
+    cluster.done.add(about)
 
 
 def own_modules() -> set[str]:

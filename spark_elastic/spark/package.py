@@ -10,10 +10,8 @@ from typing import Any
 
 import spark_elastic
 from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.connect_session import is_connect
-
-_shipped: set[tuple[str, str]] = set()
-"""(session id, name of the file) of what was sent already."""
 
 
 def ship_package(session: Any) -> None:
@@ -41,7 +39,8 @@ def ship_package(session: Any) -> None:
     for path in sources:
         digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
     name = f"spark_elastic-{digest.hexdigest()[:16]}.zip"
-    if (session.session_id, name) in _shipped:
+    about = ("package", session.session_id, name)
+    if about in Cluster.done:
         return
     with tempfile.TemporaryDirectory(prefix="spark_elastic-ship-") as here:
         archive = Path(here) / name
@@ -49,4 +48,4 @@ def ship_package(session: Any) -> None:
             for path in sources:
                 file.write(path, path.relative_to(folder.parent).as_posix())
         session.addArtifacts(str(archive), pyfile=True)
-    _shipped.add((session.session_id, name))
+    Cluster.done.add(about)

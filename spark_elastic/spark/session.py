@@ -36,7 +36,7 @@ def cluster_of(spark: Any) -> Cluster:
 
 
 def checked_cluster(spark: Any = None) -> Cluster:
-    """Return the cluster of a session, which can run jobs; a cluster, which was checked before, is returned itself.
+    """Return the cluster of a session, which can run jobs; a cluster is checked again and returned itself.
 
     Without `spark`, that of the active session: the Connect session if this process has one. A process with a Connect
     session may have a SparkContext as well, that of a server which it runs itself.
@@ -48,8 +48,6 @@ def checked_cluster(spark: Any = None) -> Cluster:
         InvalidSettingsError: The session has settings under which workers cannot run.
         ExecutorPythonError: The user chose a Python for a local master that workers cannot run in.
     """
-    if isinstance(spark, Cluster):
-        return spark
     cluster = cluster_of(_active() if spark is None else spark)
     cluster.check()
     return cluster

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import ParamSpec, TypeVar
+
+from spark_elastic.errors import SparkElasticError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 ALL_FRAMES_SETTING = "SPARK_ELASTIC_ALL_FRAMES"
 """The environment variable by which the driver asks for tracebacks with all frames (`verbose=2`)."""
@@ -57,3 +64,22 @@ def is_users(file: str) -> bool:
 
 def _is_installed(file: str) -> bool:
     return file.startswith((_STANDARD_LIBRARY, "<frozen ")) or any(part in file.split(os.sep) for part in _INSTALLED)
+
+
+def without_own_frames(shown: Callable[..., bool]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorate a function that users call: errors have no frames below the caller's, unless `shown(*args)` is true."""
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            __tracebackhide__ = True  # IPython leaves out such frames
+            try:
+                return function(*args, **kwargs)
+            except (SparkElasticError, KeyboardInterrupt) as error:
+                if shown(*args, **kwargs):
+                    raise
+                raise error.with_traceback(None) from error.__cause__
+
+        return called
+
+    return decorate

@@ -20,6 +20,7 @@ from spark_elastic.redaction import redacted
 from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.history import Row
 from spark_elastic.trackers import mlflow_models
+from spark_elastic.trackers.fits import FitsCallback
 
 log = logging.getLogger("spark_elastic.mlflow")
 
@@ -37,7 +38,7 @@ _BRIEF = {
 }
 
 
-class MLflowCallback(DriverCallback):
+class MLflowCallback(FitsCallback):
     """Logs settings, epochs, changes of the workers, the plot and the model of a fit to MLflow.
 
     If a run is active on the thread that calls `fit`, that run is logged to and left active; otherwise the callback
@@ -61,8 +62,6 @@ class MLflowCallback(DriverCallback):
         InvalidSettingsError: An argument is invalid.
     """
 
-    decides_within_s = 0.0
-
     def __init__(
         self,
         *,
@@ -73,12 +72,7 @@ class MLflowCallback(DriverCallback):
         log_models: Sequence[str] = _MODELS,
         registered_model_name: str | None = None,
     ) -> None:
-        try:
-            _mlflow()
-        except ImportError as error:
-            if (error.name or "").partition(".")[0] != "mlflow":
-                raise
-            raise MissingExtraError(what="MLflowCallback", package="mlflow", extra="mlflow") from None
+        super().__init__("mlflow")
         kinds = [log_models] if isinstance(log_models, str) else list(log_models)
         if unknown := [each for each in kinds if each not in _MODELS]:
             raise InvalidSettingsError(f'log_models must be a list of "native" and "spark", not {unknown[0]!r}')
@@ -89,7 +83,6 @@ class MLflowCallback(DriverCallback):
         self.log_models = tuple(kinds)
         self.registered_model_name = registered_model_name
         self.log_settings = True
-        self._thread = threading.local()  # each thread's `fits`, the innermost last, and the `newest`
 
     @property
     def run_id(self) -> str | None:
@@ -101,19 +94,6 @@ class MLflowCallback(DriverCallback):
         self._thread.newest = fit = _MLflowFit(self, run)
         fit.begin()
         self._fits().append(fit)
-
-    def on_epoch_end(self, row: Row) -> None:
-        self._fits()[-1].epoch(row)
-
-    def on_membership_change(self, change: MembershipChange) -> None:
-        self._fits()[-1].change(change)
-
-    def on_fit_end(self, result: DriverResult) -> None:
-        self._fits().pop().end(result)
-
-    def _fits(self) -> list[_MLflowFit]:
-        fits: list[_MLflowFit] = self._thread.__dict__.setdefault("fits", [])
-        return fits
 
 
 class _MLflowFit:

@@ -5,24 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
 from collections.abc import Callable
 from datetime import datetime
-from importlib import import_module
 from pathlib import Path
 
-from spark_elastic.errors import InvalidSettingsError, MissingExtraError
-from spark_elastic.jobs.driver_callbacks import DriverCallback, DriverResult, DriverRun
+from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.jobs.driver_callbacks import DriverResult, DriverRun
 from spark_elastic.redaction import redacted
 from spark_elastic.reporting.event_log import MembershipChange
 from spark_elastic.reporting.history import FACTS, Row
+from spark_elastic.trackers.fits import FitsCallback
 
 log = logging.getLogger("spark_elastic.tensorboard")
 
 _URI = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]+:/|file:")
 
 
-class TensorBoardCallback(DriverCallback):
+class TensorBoardCallback(FitsCallback):
     """Writes loss and metrics of each epoch, the number of workers, and the changes of the workers as text.
 
     Each fit gets a folder below `log_dir`, which TensorBoard shows as a run: with the `run_id` of the fit as its name,
@@ -37,13 +36,8 @@ class TensorBoardCallback(DriverCallback):
         InvalidSettingsError: log_dir is a URI.
     """
 
-    decides_within_s = 0.0
-
     def __init__(self, log_dir: str | os.PathLike[str], *, run_name: str | None = None) -> None:
-        try:
-            import_module("tensorboard")
-        except ImportError:
-            raise MissingExtraError(what="TensorBoardCallback", package="tensorboard", extra="tensorboard") from None
+        super().__init__("tensorboard")
         if _URI.match(os.fspath(log_dir)):
             raise InvalidSettingsError(
                 f"log_dir must be a folder of the driver's machine, not the URI {os.fspath(log_dir)!r}; write to a "
@@ -51,7 +45,6 @@ class TensorBoardCallback(DriverCallback):
             )
         self.log_dir = Path(log_dir)
         self.run_name = run_name
-        self._thread = threading.local()  # each thread's `fits`, the innermost last: all events of a fit come on one
 
     def on_fit_start(self, run: DriverRun) -> None:
         name = self.run_name or run.run_id or datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")
@@ -63,19 +56,6 @@ class TensorBoardCallback(DriverCallback):
                 "may write to"
             ) from None
         self._fits().append(fit)
-
-    def on_epoch_end(self, row: Row) -> None:
-        self._fits()[-1].epoch(row)
-
-    def on_membership_change(self, change: MembershipChange) -> None:
-        self._fits()[-1].change(change)
-
-    def on_fit_end(self, result: DriverResult) -> None:
-        self._fits().pop().end(result)
-
-    def _fits(self) -> list[_TensorBoardFit]:
-        fits: list[_TensorBoardFit] = self._thread.__dict__.setdefault("fits", [])
-        return fits
 
 
 class _TensorBoardFit:

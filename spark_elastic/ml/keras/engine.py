@@ -121,7 +121,7 @@ class KerasEngine(Engine):
         if self._size > 1:
             # Every worker makes the same number of passes, some with a row that does not count: layers may have a
             # state that each pass changes, and synchronised layers have collectives.
-            passes = min(self._training.accumulation, -(-batch.global_rows // self._size))
+            passes = min(self._training.accumulation_steps, -(-batch.global_rows // self._size))
             uncounted = [self._feeder.first_row] * (passes - len(parts))
         # two positive numbers below 2**31, which every type of seed can hold
         key = derived_key(self._training.seed, at.epoch, batch.start, self._rank)

@@ -113,7 +113,7 @@ class BatchFeeder:
             return []
         columns = self._columns.convert(batch)
         whole = tuple(self._array(name, spec, columns) for name, spec in zip(self.names, self.specs, strict=True))
-        edges = split_evenly(batch.rows, parts or self._training.accumulation)
+        edges = split_evenly(batch.rows, parts or self._training.accumulation_steps)
         return [tuple(each[start:stop] for each in whole) for start, stop in edges]
 
     @functools.cached_property

@@ -8,6 +8,7 @@ import keras
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError
+from spark_elastic.ml.fingerprint import described
 from spark_elastic.ml.fit import FitRun
 from spark_elastic.ml.keras import compiling
 from spark_elastic.ml.keras.callbacks import check_callbacks
@@ -21,7 +22,6 @@ from spark_elastic.ml.keras.tensorflow_setup import ENV, NEEDED, device_name
 from spark_elastic.ml.keras.train import train
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.preparation import FLOAT, INPUT, Tensors, is_list, model_inputs
-from spark_elastic.ml.run_folder import described
 
 COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")  # defaults are those of the model
 
@@ -113,7 +113,7 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
 
     def _built_model(self) -> Any:
         """Return the given model if it is built, else a copy that is built for the columns."""
-        model, inputs = self.given("model"), model_inputs(self.rows, self.given("input_shapes"))
+        model, inputs = self.given("model"), model_inputs(self.dataset, self.given("input_shapes"))
         names = compiling.input_names(model)
         if names is not None and len(names) != len(inputs) and self.given("transformation_fn") is None:
             found = ", ".join("+".join(field.columns) for field in inputs)

@@ -106,7 +106,7 @@ class StepGraphs:
         self.buffers = [*buffers_of(model), *variables_of_losses(model)]
         self._seeds = seeds_of(model)
         self._before = [tf.Variable(each.value, trainable=False) for each in self.buffers]
-        self._reducer = GradientReducer(op=Sum, compression=getattr(Compression, training.compression))
+        self._reducer = GradientReducer(op=Sum, compression=getattr(Compression, training.gradient_compression))
         self._variables: list[Any] = []
         self._zeros: list[Callable[[], Any]] = []  # make zeros in place of each gradient, for a worker without rows
         specs = tuple(feeder.specs)
@@ -161,7 +161,7 @@ class StepGraphs:
         return numbers
 
     def _clipped(self, grads: list[Any]) -> list[Any]:
-        norm, value = self._training.clip_norm, self._training.clip_value
+        norm, value = self._training.gradient_clip_norm, self._training.gradient_clip_value
         scale = self._optimizer.scale_loss(tf.constant(1.0))  # the factor by which loss scaling enlarges gradients
         if norm is not None:
             whole = [_unique_indices(each) for each in grads if each is not None]

@@ -86,7 +86,7 @@ def lazy_names(model: torch.nn.Module) -> list[str]:
     return [name for name, value in named if torch.nn.parameter.is_lazy(value)]
 
 
-def initialise(training: TorchTraining) -> None:
+def initialize(training: TorchTraining) -> None:
     """Call a model that has lazy modules with the first rows, in eval mode, so that its parameters get their shapes."""
     model, objective = training.model, objective_of(training)
     part = BatchMaker(training, torch.device("cpu")).parts(first_rows(training, common.ROWS), 1)[0]

@@ -75,8 +75,8 @@ class TorchEngine(Engine):
         return hvd.DistributedOptimizer(
             optimizer,
             named_parameters=named,
-            compression=getattr(hvd.Compression, training.compression),
-            backward_passes_per_step=training.accumulation,
+            compression=getattr(hvd.Compression, training.gradient_compression),
+            backward_passes_per_step=training.accumulation_steps,
             op=hvd.Sum,
         )
 
@@ -127,7 +127,7 @@ class TorchEngine(Engine):
         pieces: list[Piece] = []
         counts: Sequence[float] = ()
         share = None
-        missing = max(0, min(self._training.accumulation, -(-batch.global_rows // self._size)) - len(parts))
+        missing = max(0, min(self._training.accumulation_steps, -(-batch.global_rows // self._size)) - len(parts))
         # Every worker makes the same number of forward passes: layers may have a state that each of them changes. With
         # synchronised layers, which have collectives, there are backward passes too.
         without = missing if any(layer.takes_part for layer in self._synchronised) else 0
@@ -174,7 +174,7 @@ class TorchEngine(Engine):
                 if param.grad is not None:
                     param.grad.mul_(scale)
         self._hooks.call()
-        clip_gradients(self._params, training.clip_norm, training.clip_value)
+        clip_gradients(self._params, training.gradient_clip_norm, training.gradient_clip_value)
         self.updating = True
         # the gradients are reduced, also those of an exact training, whose optimizer is the user's
         with getattr(self.optimizer, "skip_synchronize", nullcontext)():

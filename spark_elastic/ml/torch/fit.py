@@ -9,12 +9,12 @@ import torch
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.callbacks import Callback, check_kinds
+from spark_elastic.ml.fingerprint import described
 from spark_elastic.ml.fit import FitRun
 from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.params import as_list
-from spark_elastic.ml.run_folder import described
 from spark_elastic.ml.torch import objective, serialization
-from spark_elastic.ml.torch.dry_run import dry_run, initialise, lazy_names
+from spark_elastic.ml.torch.dry_run import dry_run, initialize, lazy_names
 from spark_elastic.ml.torch.model import ElasticTorchModel
 from spark_elastic.ml.torch.model_step import model_step_of
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining, check_parameters
@@ -82,7 +82,7 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
         step, batch_size = model_step_of(self.given("train_fn")), self.batch_size()
         if step is None:
             return {}
-        steps = None if batch_size is None else -(-self.rows.rows("train") // batch_size)
+        steps = None if batch_size is None else -(-self.dataset.rows("train") // batch_size)
         return step.configured(self.given("model"), self.given("epochs"), steps)
 
     def _virtual_workers(self) -> int | None:
@@ -109,7 +109,7 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
 
     def dry_run(self) -> None:
         if lazy_names(self.given("model")):  # before anything describes the model or makes a copy of it
-            initialise(self.make_training(self.rows.store))
+            initialize(self.make_training(self.dataset.store))
         super().dry_run()
 
     def make_training(self, store: Store, resume_from: str | None = None) -> TorchTraining:

@@ -53,7 +53,7 @@ class BatchMaker:
         if not batch.rows:
             return []
         tensors = {name: self._tensor(name, value) for name, value in self._columns.convert(batch).items()}
-        edges = split_evenly(batch.rows, most or self._training.accumulation)
+        edges = split_evenly(batch.rows, most or self._training.accumulation_steps)
         if len(edges) == 1:
             return [_batch(tensors, batch.rows)]
         return [

@@ -44,14 +44,14 @@ T = TypeVar("T", bound=Training)
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """The result of one step on the first rows; see `ml.model.Fitted` for outputs, taken, rule and why_not."""
+    """The result of one step on the first rows; see `ml.model.Fitted` for all but the settings."""
 
     outputs: tuple[OutputShape, ...]
     rule: str | None = None
     why_not: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the training, such as the values that a model logs
     of_classes: bool = False  # the first label is one integer a row, and the first output has a value for each class
-    taken: tuple[int, ...] = ()
+    output_positions: tuple[int, ...] = ()
 
 
 @contextmanager
@@ -274,4 +274,4 @@ def try_transform(
     whole = isinstance(label, np.ndarray) and label.dtype.kind in "iu" and label.ndim == 1
     of_classes = whole and len(shape) == 1 and shape != (1,)
     known = rule if rule is not None and suits(rule, shape) else None
-    return DryRunResult(shapes, known, of_classes=of_classes, taken=() if all_taken else tuple(taken))
+    return DryRunResult(shapes, known, of_classes=of_classes, output_positions=() if all_taken else tuple(taken))

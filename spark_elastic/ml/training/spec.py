@@ -38,7 +38,6 @@ class Training:
     here are settings of the estimators, see `ml.shared_params`, or arguments of `data.reader.BatchReader`.
 
     Attributes:
-        accumulation, clip_norm, clip_value, compression: `accumulation_steps`, `gradient_clip_norm` and so on.
         seed: Seed of the order, and of the random numbers of a step (dropout), which follow from (seed, epoch,
             position, rank): a repeated step gets the same ones, another world gets others.
         fence: Lets a worker check that its driver still holds the run; None if no other driver can take it.
@@ -51,14 +50,14 @@ class Training:
     transformation_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
     batch_size: int | None = None
     per_worker_batch_size: int | None = None
-    accumulation: int = 1
+    accumulation_steps: int = 1
     epochs: int = 1
     shuffle: bool = True
     seed: int = 0
     order: str = "auto"
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    compression: str = "none"
+    gradient_clip_norm: float | None = None
+    gradient_clip_value: float | None = None
+    gradient_compression: str = "none"
     sync_batch_norm: bool = True
     checkpoints: CheckpointPlan | None = None  # None: only checkpoints that callbacks request are written
     resume_from: str | None = None  # name of the checkpoint to resume from

@@ -7,7 +7,7 @@ from spark_elastic.elastic.loop import run
 from spark_elastic.elastic.object_state import ObjectState
 from spark_elastic.elastic.state import State
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
-from spark_elastic.exact.shards import VirtualShard, VirtualWorkers, virtual_workers
+from spark_elastic.exact.shards import VirtualShard, virtual_workers
 from spark_elastic.torch.elastic.sampler import ElasticSampler
 from spark_elastic.torch.elastic.state import TorchState, get_handler_registry, register_handler, set_handler_registry
 
@@ -20,7 +20,6 @@ __all__ = [
     "StateHandler",
     "TorchState",
     "VirtualShard",
-    "VirtualWorkers",
     "get_handler_registry",
     "register_handler",
     "run",

@@ -19,11 +19,10 @@ from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import functions as F
 from torch import nn
 
-from spark_elastic import ElasticKerasEstimator, ElasticTorchEstimator, ElasticTorchModel
+from spark_elastic import ElasticKerasEstimator, ElasticTorchEstimator, ElasticTorchModel, trusted_files
 from spark_elastic.data.materialization import write_dataset
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, DataError
-from spark_elastic.ml.persistence import trusted_files
 from spark_elastic.runs.checkpoints import Checkpoints
 from tests.integration.ml.modules import Ids
 from tests.integration.processes import wait_for_file, wait_until

@@ -16,12 +16,11 @@ from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as F
 from torch import nn
 
-from spark_elastic import ElasticTorchModel
+from spark_elastic import ElasticTorchModel, trusted_files
 from spark_elastic.data.manifest import TensorField
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.added_columns import OutputShape
 from spark_elastic.ml.model import Fitted
-from spark_elastic.ml.persistence import trusted_files
 from spark_elastic.reporting.history import History
 from spark_elastic.runs.trust import TRUST_VARIABLE
 from spark_elastic.spark.cluster import Cluster

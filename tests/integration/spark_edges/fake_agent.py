@@ -13,7 +13,7 @@ from spark_elastic.membership.launcher import LaunchEnd
 from spark_elastic.membership.reasons import loss_in_words
 from spark_elastic.membership.states import AgentOutcome
 from spark_elastic.spark import discovery
-from spark_elastic.spark.discovery import Look, Probe, Waiting
+from spark_elastic.spark.discovery import Look, Probe, SlotWait
 from spark_elastic.spark.executor_process import look_at_slot
 from spark_elastic.spark.session import cluster_of
 from tests.integration.processes import wait_until
@@ -69,4 +69,4 @@ def started(folder: Path, count: int, timeout_s: float = WAIT_S) -> dict[int, in
 
 def probe(sc: Any, num_proc: int, timeout_s: float, look: Look = look_at_slot) -> Probe:
     """Place tasks together, as a job does before it starts."""
-    return discovery.probe(cluster_of(sc), look, num_proc, timeout_s, Waiting())
+    return discovery.probe(cluster_of(sc), look, num_proc, timeout_s, SlotWait())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.errors import NotEnoughSlotsError
-from spark_elastic.spark.discovery import Waiting, wait_for_slots
+from spark_elastic.spark.discovery import SlotWait, wait_for_slots
 from spark_elastic.spark.launcher import SparkLauncher
 from spark_elastic.spark.session import cluster_of
 from tests.integration.clusters import Standalone
@@ -43,7 +43,7 @@ def test_barrier_mode_is_refused_and_the_probe_says_so(cluster):
 
 def test_more_slots_than_dynamic_allocation_may_bring_are_refused_at_once(cluster):
     with pytest.raises(NotEnoughSlotsError, match="maxExecutors allows no more"):
-        wait_for_slots(cluster_of(cluster.sc), 3, 600.0, Waiting())
+        wait_for_slots(cluster_of(cluster.sc), 3, 600.0, SlotWait())
 
 
 def test_pending_slots_are_the_demand_that_brings_executors(cluster, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from spark_elastic.errors import NotEnoughSlotsError, NotPicklableError
 from spark_elastic.membership.reasons import Wait, WaitKind, reported
 from spark_elastic.spark.classic import ClassicCluster
-from spark_elastic.spark.discovery import Waiting, wait_for_slots
+from spark_elastic.spark.discovery import SlotWait, wait_for_slots
 from spark_elastic.spark.launcher import SparkLauncher
 from spark_elastic.spark.session import cluster_of
 from tests.integration.clusters import local
@@ -142,7 +142,7 @@ class MayGrow(ClassicCluster):
 def test_too_few_slots_are_reported_with_the_numbers_after_the_timeout(cluster):
     said: list[Wait] = []
     with pytest.raises(NotEnoughSlotsError, match="4 of 5 slots were available after 0 s") as caught:
-        wait_for_slots(MayGrow(cluster.sc), 5, 0.3, Waiting(show=lambda wait, until: said.append(wait)))
+        wait_for_slots(MayGrow(cluster.sc), 5, 0.3, SlotWait(show=lambda wait, until: said.append(wait)))
     assert "1 executor with 4 slots in all (spark.task.cpus=1)" in str(caught.value)
     assert said == [Wait(WaitKind.SLOTS, have=4, need=5, left_s=0.3)]
 

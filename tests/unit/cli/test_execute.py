@@ -5,7 +5,7 @@ import pytest
 from spark_elastic.cli import execute
 from spark_elastic.cli.options import parser
 from spark_elastic.driver.launcher import LocalLauncher
-from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError, UserFunctionError
+from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError, RunTakenError, UserFunctionError
 from spark_elastic.task.script import run_script
 
 
@@ -112,11 +112,17 @@ def test_script_that_exits_with_a_code_gives_the_command_that_code(script, capsy
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_job_that_cannot_go_on_says_why_without_a_traceback(script, capsys):
-    error = NotEnoughSlotsError(have=1, need=2, waited_s=60, setting="start_timeout")
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (NotEnoughSlotsError(have=1, need=2, waited_s=60, setting="start_timeout"), "1 of 2 slots"),
+        (RunTakenError("the run was taken over"), "the run was taken over"),
+    ],
+)
+def test_a_job_that_cannot_go_on_says_why_without_a_traceback(script, capsys, error, says):
     assert run_cli(script, run=FakeRun(error)) == 1
     told = capsys.readouterr().err
-    assert told.startswith("spark-elastic: error: 1 of 2 slots")
+    assert told.startswith(f"spark-elastic: error: {says}")
     assert "Traceback" not in told
 
 

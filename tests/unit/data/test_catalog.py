@@ -11,12 +11,12 @@ import pytest
 
 from spark_elastic.data import catalog
 from spark_elastic.data.catalog import (
+    DATASET_LEASE_S,
     DATASETS,
-    LEASE_S,
     clear_cache,
     collect_orphans,
+    dataset_folder,
     delete_temporary,
-    folder_of,
     is_leased,
     leased,
     mark_used,
@@ -34,7 +34,7 @@ def store(tmp_path):
 
 def make(store, name, *, keep, age_s=0.0, rows=10):
     """Make a dataset that was last used `age_s` ago."""
-    folder = folder_of(store, name)
+    folder = dataset_folder(store, name)
     dataset = pack({"x": np.arange(rows)}, folder)
     mark_used(folder, keep)
     age(folder, age_s)
@@ -60,7 +60,7 @@ def test_old_datasets_that_are_not_kept_are_deleted(store):
 
 
 def test_old_unfinished_write_is_deleted(store):
-    folder = folder_of(store, "unfinished")
+    folder = dataset_folder(store, "unfinished")
     folder.write_bytes("run/train-00000-abc-000.rows", b"\0" * 8)
     folder.write_bytes("keep", b"")
     assert collect_orphans(store) == []
@@ -81,10 +81,10 @@ def test_files_of_repeated_tasks_are_deleted_and_the_dataset_stays(store):
 
 def test_foreign_files_are_never_deleted(store):
     for name, file in (("notes", "readme.txt"), ("pictures", "deep/er/cat.png")):
-        folder_of(store, name).write_bytes(file, b"mine")
-        age(folder_of(store, name), 90 * DAY)
+        dataset_folder(store, name).write_bytes(file, b"mine")
+        age(dataset_folder(store, name), 90 * DAY)
     assert collect_orphans(store) == clear_cache(store) == []
-    assert folder_of(store, "notes").read_bytes("readme.txt") == b"mine"
+    assert dataset_folder(store, "notes").read_bytes("readme.txt") == b"mine"
 
 
 def test_leased_datasets_stay_at_any_age(store):
@@ -104,7 +104,7 @@ def test_lease_of_a_dead_process_expires(store):
         lease = store.list("leases")[0].path
         store.write_bytes(lease, json.dumps({"until": time.time() - 1}).encode())
         assert is_leased(store), "it was written just now, by a host whose clock is behind"
-        age(store, 1.1 * LEASE_S)
+        age(store, 1.1 * DATASET_LEASE_S)
         assert not is_leased(store)
     assert not is_leased(store)
 
@@ -113,18 +113,18 @@ def test_lease_of_a_dead_process_expires(store):
 def test_unreadable_lease_expires_by_its_age(store, text):
     store.write_bytes("leases/x.json", text)
     assert is_leased(store)
-    age(store, 1.1 * LEASE_S)
+    age(store, 1.1 * DATASET_LEASE_S)
     assert not is_leased(store)
 
 
-@pytest.mark.parametrize("ahead_s", [2 * LEASE_S, -2 * LEASE_S])
+@pytest.mark.parametrize("ahead_s", [2 * DATASET_LEASE_S, -2 * DATASET_LEASE_S])
 def test_clock_of_the_host_does_not_decide_what_is_deleted(store, ahead_s, monkeypatch):
     dataset = make(store, "set", keep=False)
     young, old = make(store, "young", keep=True), make(store, "old", keep=True, age_s=HOUR)
     with dataset.lease():
         monkeypatch.setattr("time.time", lambda: os.stat("/proc/self").st_ctime + ahead_s)
         monkeypatch.setattr(catalog, "wall", time.time)
-        assert clear_cache(store, older_than_s=LEASE_S) == ["old"]
+        assert clear_cache(store, older_than_s=DATASET_LEASE_S) == ["old"]
         assert clear_cache(store) == ["young"]
         delete_temporary()
         assert Dataset.open(dataset.store) == dataset
@@ -174,7 +174,7 @@ def test_forked_child_deletes_nothing(store):
 
 def test_datasets_in_remote_stores_are_cleaned_up_too():
     store = Store.create("memory://cache-test")
-    folders = [folder_of(store, name) for name in ("passing", "kept")]
+    folders = [dataset_folder(store, name) for name in ("passing", "kept")]
     for folder, keep in zip(folders, (False, True), strict=True):
         pack({"x": np.arange(3)}, folder)
         mark_used(folder, keep)

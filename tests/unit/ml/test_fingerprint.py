@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from spark_elastic.ml.callbacks import EarlyStopping
-from spark_elastic.ml.run_folder import described
+from spark_elastic.ml.fingerprint import described
 
 ROOT = Path(__file__).resolve().parents[3]
 RATE = 0.1
@@ -73,7 +73,7 @@ def test_description_of_a_function_includes_plain_globals_that_it_uses(monkeypat
 
 
 SAYS = """
-from spark_elastic.ml.run_folder import described
+from spark_elastic.ml.fingerprint import described
 print(described([lambda name: name in {"a", "b", "c", "d"}, {"x", "y", "z"}]))
 """
 

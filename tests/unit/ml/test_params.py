@@ -154,4 +154,4 @@ def test_error_of_a_constructor_shows_one_frame_of_this_package(settings: dict[s
     for call in (ElasticTorchEstimator, ElasticTorchEstimator().setParams):
         with pytest.raises(InvalidSettingsError) as caught:
             call(**settings)
-        assert [each.path.name for each in caught.traceback[1:]] == ["params.py"]
+        assert [each.path.name for each in caught.traceback[1:]] == ["user_frames.py"]

@@ -26,7 +26,6 @@ from spark_elastic.runs.lease import (
     RunLease,
     RunMissingError,
     acquire,
-    lease_of,
     opened_run,
     started_of,
 )
@@ -146,11 +145,8 @@ def test_killed_driver_on_this_host_is_replaced_at_once(run, monkeypatch):
 
 
 def test_own_process_cannot_hold_the_run_twice(run):
-    with opened_run(run):
-        assert lease_of(run) is not None
-        with pytest.raises(RunTakenError, match=f"pid {os.getpid()}"), opened_run(run):
-            pass
-    assert lease_of(run) is None
+    with opened_run(run), pytest.raises(RunTakenError, match=f"pid {os.getpid()}"), opened_run(run):
+        pass
     with opened_run(run) as lease:
         assert lease.fence.token == 2
 
@@ -304,12 +300,3 @@ def test_file_whose_writer_was_replaced_meanwhile_does_not_get_its_name(run):
             run.write_bytes("model.pt", b"late", check=check)
         assert run.read_bytes("model.pt") == b"of the other driver"
         assert sorted(entry.path for entry in run.list()) == ["model.pt", OWNERS]
-
-
-@pytest.mark.nightly
-def test_runs_whose_addresses_are_shown_alike_have_leases_of_their_own():
-    one, other = (Store.create(f"memory://leases/{os.getpid()}/token={name}/run") for name in "ab")
-    assert one.url == other.url
-    with opened_run(one) as lease:
-        assert lease_of(one) is lease
-        assert lease_of(other) is None

@@ -129,7 +129,7 @@ def test_numbers_of_workers_and_run_options_go_to_run(
 ) -> None:
     given: dict[str, Any] = {}
 
-    def record(call: Any, observer: Any) -> Any:
+    def record(call: Any, observer: Any, lease: Any) -> Any:
         numbers = ("num_proc", "min_num_proc", "max_num_proc", "verbose", "status_port")
         names = (*numbers, "launcher", "elastic_timeout", "env")
         given.update({name: getattr(call, name) for name in names})

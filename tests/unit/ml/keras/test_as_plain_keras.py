@@ -253,7 +253,7 @@ CASES: dict[str, dict[str, Any]] = {
         "columns": NUMBERS,
         "model": two_dense_heads,
         "compile": lambda: {"loss": {"tags": CROSS_ENTROPY()}, "optimizer": keras.optimizers.AdamW(0.05)},
-        "settings": {"accumulation": 2},
+        "settings": {"accumulation_steps": 2},
     },
     "mixed_float16": {
         "columns": (["numbers"], ["size", "tag"]),

@@ -43,7 +43,7 @@ def test_outputs_without_a_value_for_each_row_are_left_out_of_transform(nothing_
     y = dense(3, 2, name="kind")(x)
     net = keras.Model(x, [y, nothing_by_row(y)])
     found = try_training(data, tmp_path, model=net, loss=[trainings.cross_entropy(), None], metrics=None)
-    assert (found.taken, found.outputs[0].shape, found.rule) == (taken, (3,), "argmax")
+    assert (found.output_positions, found.outputs[0].shape, found.rule) == (taken, (3,), "argmax")
 
 
 class Alone(keras.Sequential):

@@ -59,7 +59,7 @@ def test_accumulation_and_compression_change_nothing_in_a_world_of_one(dataset: 
     distributed = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))  # which is unwrapped
     made = estimator(optimizer=distributed, accumulation_steps=4, gradient_compression="bf16")
     assert np.allclose(weights_of(made.from_dataset_path(dataset)), weights_of(plain), atol=1e-5)
-    assert (made.training.compression, made.training.accumulation) == ("bf16", 4)
+    assert (made.training.gradient_compression, made.training.accumulation_steps) == ("bf16", 4)
 
 
 @keras.saving.register_keras_serializable("tests")

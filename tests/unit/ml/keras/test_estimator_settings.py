@@ -114,7 +114,7 @@ def test_labels_are_stored_as_the_loss_needs_them(loss: Any, label: str, dtype: 
 
 def training(dataset: Any, tmp_path: Path, **changes: Any) -> Any:
     run = estimator(**changes)._fit_run()
-    run.rows = dataset
+    run.dataset = dataset
     return run.make_training(Store.create(tmp_path))
 
 

@@ -30,7 +30,7 @@ def moving(**options):
 
 
 def test_a_step_in_parts_that_fails_in_the_reduction_has_changed_nothing(data, tmp_path, monkeypatch):
-    options = {"accumulation": 3}
+    options = {"accumulation_steps": 3}
     expected = alone(make_training(data, tmp_path / "1", **moving(**options))), trainings.weights(tmp_path / "1")
     failures = iter([False] * 5 + [True, False, True, True] + [False] * STEPS)
     plain = FusedReduction.__call__
@@ -109,7 +109,7 @@ def test_half_precision_trains_and_its_gradients_are_bounded_as_they_are(data, t
         optimizer = keras.optimizers.SGD(0.1)
         if name == "half":
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0, dynamic_growth_steps=7)
-        settings = {"model": make(), "optimizer": optimizer, "clip_norm": 0.2, "accumulation": 2}
+        settings = {"model": make(), "optimizer": optimizer, "gradient_clip_norm": 0.2, "accumulation_steps": 2}
         training = make_training(data, tmp_path / name, **settings)
         from spark_elastic.ml.keras.train import train
 
@@ -130,7 +130,7 @@ class DenseTable(keras.layers.Layer):
         return keras.ops.matmul(keras.ops.one_hot(words, 7, dtype=self.dtype), self.table)
 
 
-@pytest.mark.parametrize("bound", [{"clip_norm": 0.1}, {"clip_value": 0.01}], ids=str)
+@pytest.mark.parametrize("bound", [{"gradient_clip_norm": 0.1}, {"gradient_clip_value": 0.01}], ids=str)
 def test_bounds_of_sparse_gradients_are_those_of_dense_ones(bound, tmp_path):
     """Words come several times in a batch, and the entries of a row count together."""
     words = np.random.default_rng(4).integers(0, 7, (40, 4))

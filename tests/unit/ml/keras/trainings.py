@@ -246,10 +246,10 @@ def less_every_step() -> Any:
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "parts, bounds and another seed": {"accumulation": 3, "clip_norm": 0.05, "seed": 5, "prefetch": 0},
+    "parts, bounds and another seed": {"accumulation_steps": 3, "gradient_clip_norm": 0.05, "seed": 5, "prefetch": 0},
     "Adam, bounds and no shuffle": {
         "optimizer": lambda: keras.optimizers.AdamW(0.02),
-        "clip_value": 0.01,
+        "gradient_clip_value": 0.01,
         "shuffle": False,
         "transformation_fn": doubled,
     },
@@ -274,8 +274,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "model": embedded,
         "rows": "two inputs",
         "optimizer": lambda: keras.optimizers.Adam(0.02),
-        "clip_norm": 0.5,
-        "accumulation": 2,
+        "gradient_clip_norm": 0.5,
+        "accumulation_steps": 2,
     },
     "two outputs": {
         "model": two_headed,
@@ -287,7 +287,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "batch normalisation, fewer rows than workers": {
         "model": lambda: make_net(norm=True),
         "batch_size": (ROWS - 2) // 3,
-        "clip_norm": 0.5,
+        "gradient_clip_norm": 0.5,
     },
     "batches of two rows, fewer than workers": {
         "batch_size": 2,
@@ -301,7 +301,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 WORLDLY: dict[str, dict[str, Any]] = {
     "a batch for each worker": {"batch_size": None, "per_worker_batch_size": BATCH},
-    "compressed": {"compression": "bf16"},
+    "compressed": {"gradient_compression": "bf16"},
 }
 """And settings under which it does."""
 

@@ -66,7 +66,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dropout, batch normalisation, momentum, clipping, learning rates by chance": {
         "dropout": 0.3,
         "norm": True,
-        "clip_norm": 0.1,
+        "gradient_clip_norm": 0.1,
         "callbacks": [Draws()],
     },
     "Adam, a schedule by step, parts": {
@@ -74,7 +74,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "optimizer": trainings.adam,
         "lr_scheduler": trainings.less_every_step,
         "scheduler_interval": "step",
-        "accumulation": 2,
+        "accumulation_steps": 2,
     },
     "float32, a schedule by metric, class weights, gathered metrics": {
         "float32": True,

@@ -270,7 +270,7 @@ def trained(data, folder, several, **changes):
         batch_size=16,
         epochs=2,
         shuffle=False,
-        clip_norm=0.5,
+        gradient_clip_norm=0.5,
         verbose=0,
         **changes,
     )
@@ -279,7 +279,7 @@ def trained(data, folder, several, **changes):
 
 
 def trained_in_parts(data, folder):
-    kinds = itertools.product([True, False], [{}, {"accumulation": 3}, {"virtual_workers": 3}])
+    kinds = itertools.product([True, False], [{}, {"accumulation_steps": 3}, {"virtual_workers": 3}])
     return [trained(data, folder / str(number), several, **each) for number, (several, each) in enumerate(kinds)]
 
 

@@ -32,7 +32,7 @@ from spark_elastic.ml.torch import serialization
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.torch.train import train
 from spark_elastic.runs.checkpoints import Checkpoints
-from spark_elastic.runs.lease import OWNERS, Owner, ProcessIdentity, lease_of
+from spark_elastic.runs.lease import OWNERS, Owner, ProcessIdentity
 from spark_elastic.wire.pickling import round_trip
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_set, settings, weights_of
 from tests.unit.ml.torch.trainings import NanFrom
@@ -134,9 +134,8 @@ def test_run_taken_over_by_another_driver_is_left_to_it(dataset: Dataset, tmp_pa
 
     def take_over(view: Any, row: Any) -> None:
         if view.epoch == 0:
-            lease = lease_of(run)
-            assert lease is not None
-            token = lease.fence.token + 1
+            [own] = run.list(OWNERS)
+            token = int(own.path.rpartition("/")[2].partition("-")[0]) + 1
             elsewhere = ProcessIdentity("host-b", "host-b:boot", 42, 1, "train.py")
             other = Owner(token, f"{token:06d}-{'f' * 32}.json", elsewhere, 1.0, 0, 1.0)
             run.write_bytes(f"{OWNERS}/{other.name}", other.dumps())

@@ -292,10 +292,10 @@ def doubled(columns: dict[str, Any]) -> dict[str, Any]:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "accumulation": {"accumulation": 3},
-    "clipped by norm and by value": {"clip_norm": 0.05, "clip_value": 0.01},
+    "accumulation": {"accumulation_steps": 3},
+    "clipped by norm and by value": {"gradient_clip_norm": 0.05, "gradient_clip_value": 0.01},
     "Adam with options by parameter": {"optimizer": adam},
-    "hooks of parameters and optimizer": {"optimizer": hooked, "accumulation": 2},
+    "hooks of parameters and optimizer": {"optimizer": hooked, "accumulation_steps": 2},
     "a schedule by step": {"lr_scheduler": less_every_step, "scheduler_interval": "step"},
     "a schedule by metric": {"lr_scheduler": plateau},
     "class weights": {"loss": torch.nn.CrossEntropyLoss(torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64))},
@@ -305,17 +305,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "metrics with states": {"metrics": {"by_class": SumMetric(), "outputs": ListMetric()}},
     "sample weights": {"weighted": True},
     "no prefetch": {"prefetch": 0},
-    "clipped, for the last layer alone": {"optimizer": of_last_layer, "clip_norm": 0.05},
+    "clipped, for the last layer alone": {"optimizer": of_last_layer, "gradient_clip_norm": 0.05},
     "a batch larger than the set": {"batch_size": 1000},
     "batches of two rows, fewer than workers": {"batch_size": 2, "epochs": 1},
     "states of forward passes, a last batch of two rows": {"counting": True, "batch_size": 67, "epochs": 2},
-    "rare layers": {"sometimes": True, "optimizer": adamw, "clip_norm": 0.3, "accumulation": 2},
+    "rare layers": {"sometimes": True, "optimizer": adamw, "gradient_clip_norm": 0.3, "accumulation_steps": 2},
     "rare layers, a last batch of one row": {"sometimes": True, "norm": True, "batch_size": 101},
     "rare sparse gradients": {
         "sometimes": True,
         "sparse": True,
         "optimizer": plain_sgd,
-        "clip_norm": 0.3,
+        "gradient_clip_norm": 0.3,
     },
     "batch normalisation": {"norm": True},
     "batch normalisation, a last batch of one row": {"norm": True, "batch_size": 101},
@@ -329,8 +329,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 WORLDLY: dict[str, dict[str, Any]] = {
     "a batch for each worker": {"batch_size": None, "per_worker_batch_size": BATCH},
-    "compressed": {"compression": "bf16"},
-    "batch normalisation of parts": {"norm": True, "batch_size": 4, "accumulation": 3},
+    "compressed": {"gradient_compression": "bf16"},
+    "batch normalisation of parts": {"norm": True, "batch_size": 4, "accumulation_steps": 3},
     "dropout": {"dropout": 0.5},
 }
 """And settings under which it does."""
