@@ -45,8 +45,8 @@ from spark_elastic.wire.messages import LaunchSpec, interpreter, modules_of, slo
 from spark_elastic.wire.ports import Ports, listen
 
 CONNECT_TIMEOUT_S = 60.0
-KEPT_IN_NOTEBOOK_S = 60.0
-"""The default of `keep_workers` in a notebook, where somebody runs one cell after the other."""
+KEPT_S = 60.0
+"""The default of `keep_workers` in a notebook, where somebody runs one cell after the other, and where all restart."""
 
 _job_numbers = itertools.count(1)
 
@@ -120,7 +120,7 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
     Raises:
         UsageError: The call has to be changed; nothing was started.
     """
-    function = pickled(call.fn, tuple(call.args), call.kwargs)
+    function = pickled(call.function, tuple(call.args), call.kwargs)
     place = place_of(call)
     if isinstance(place, Cluster):
         check_modules(place, function, call.env)
@@ -135,7 +135,7 @@ def start(call: RunCall, observer: JobObserver | None = None) -> ElasticJob:
             from spark_elastic.jobs.run_folder import open_run  # it imports torch
 
             folder = open_run(call, place if isinstance(place, Cluster) else None, undo)
-            function = pickled(folder.writing(call.fn), tuple(call.args), call.kwargs)
+            function = pickled(folder.writing(call.function), tuple(call.args), call.kwargs)
         listening = _listen(bind, place.ports("driver_port", call.driver_port), call.launcher is not None)
         undo.callback(listening.close)
         port = listening.getsockname()[1]
@@ -223,7 +223,7 @@ def prepare_workers(call: RunCall) -> None:
     place = place_of(call)
     if not isinstance(place, Cluster) or place.remote:
         return
-    env, modules = dict(call.env or {}), modules_of(pickled(call.fn, (), None))
+    env, modules = dict(call.env or {}), modules_of(pickled(call.function, (), None))
     spec = LaunchSpec("", (), b"", b"", 0.0, "", env=env, device=call.device, preimport=modules, keep_workers_s=keep_s)
     payload = pickle.dumps(spec)
     now = place.count_slots().now or 0
@@ -258,7 +258,9 @@ def _launch_spec(
         nics=None if call.nics is None else tuple(call.nics),
         agent_ports=(agent_ports.first, agent_ports.last),
         device=call.device,
-        preimport=modules_of(function),
+        # other packages may read torchrun's variables when they are imported, as Lightning does
+        preimport=modules_of(function) if call.restart is None else ("torch", "torch._dynamo"),
+        restarts_world=call.restart is not None,
         keep_workers_s=_keep_workers_s(call),
     )
 
@@ -266,7 +268,7 @@ def _launch_spec(
 def _keep_workers_s(call: RunCall) -> float:
     if call.keep_workers is not None:
         return call.keep_workers
-    return KEPT_IN_NOTEBOOK_S if in_notebook() else 0.0
+    return KEPT_S if in_notebook() or call.restart is not None else 0.0
 
 
 def _listen(bind: str, ports: Ports, local: bool) -> socket.socket:

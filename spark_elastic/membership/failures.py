@@ -134,6 +134,7 @@ class RegroupBackoff:
 REPORT_GRACE_S = 2.0
 """How long to wait for an agent's report of an exit, or for the loss of an agent that was killed with its worker. The
 channel of a dying process closes before its agent has read the end of its stderr."""
+EXIT_RAISED = 1  # of a worker whose function raised, see `task.main`
 EXITS_OF_OURS = frozenset({75, 76, 79})  # a worker ends itself with these because others are gone, see `task.main`
 _NAMES_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGSTOP", "SIGPWR")
 _FROM_OUTSIDE = {getattr(signal, name, None) for name in _NAMES_FROM_OUTSIDE}  # not all systems have all of them

@@ -29,6 +29,7 @@ class MachineContext:
     silence: Timer[WorkerId]  # of each worker, from its first message until it is DONE or GONE
     boot_timer: Timer[WorkerId]  # of a worker that was started, or admitted, until it is ready
     exit_timer: Timer[WorkerId]  # of a worker whose process exited with 0, until its result has come
+    world_began_at: float = 0.0  # when the newest world was published
     waiting: Waiting | None = None  # what the job waits for, as announced; None: nothing
 
     def __post_init__(self) -> None:
