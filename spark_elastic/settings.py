@@ -245,17 +245,16 @@ class ScalingSettings(Settings):
     restart: Annotated[
         Literal["world"] | None,
         Setting(
-            '"world": the function is a program for torchrun. Workers get its environment, and after a loss all start '
-            "again as new processes, which resume from the program's own checkpoint. `--torchrun` on the command line. "
-            "Default: workers that are left keep their processes.",
+            '"world": a program for torchrun. Workers get its environment, and after a loss all start again as new '
+            "processes (command line: `--torchrun`). Default: those that are left keep their processes.",
             _restart,
         ),
     ] = None
     restart_interval: Annotated[
         float | None,
         seconds(
-            'with `restart="world"`: once a world has trained for so many seconds, all start again to take newcomers '
-            "in, from their last checkpoint. Default: newcomers wait until a loss."
+            "with `restart`: seconds that a world trains before all start again to take newcomers in. Default: they wait "
+            "for a loss."
         ),
     ] = None
 

@@ -295,8 +295,7 @@ class RunCall(RunSettings):
     fn: Annotated[
         Callable[..., Any] | str | Path,
         Setting(
-            "the function, or the path of a script; it and its arguments travel by cloudpickle, and with a script the "
-            "modules beside it.",
+            "the function, or the path of a script; it and its arguments travel by cloudpickle.",
             _function,
         ),
     ]

@@ -217,11 +217,12 @@ class CrashLoopDetector:
         """Forget the deaths so far, because a step was applied or their cause was dealt with."""
         self._deaths.clear()
 
-    def error(self, furthest: StateVersion, now: float) -> RepeatedCrashError:
+    def error(self, furthest: StateVersion | None, now: float) -> RepeatedCrashError:
+        """Return the error for the crashes so far. `furthest`: None if workers report no steps."""
         crashes = self.crashes(now)
         after_loop = any(member.after_loop for member, _ in crashes)  # there is no further step
         return RepeatedCrashError(
-            step=furthest.steps if after_loop else furthest.steps + 1,
+            step=None if furthest is None else furthest.steps if after_loop else furthest.steps + 1,
             after_loop=after_loop,
             worlds=_worlds(member for member, _ in crashes),
             crashes=tuple((member.rank or 0, member.place.host, exit.exit_code or 0) for member, exit in crashes),

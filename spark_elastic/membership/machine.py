@@ -278,7 +278,8 @@ class Membership:
                 self._crashes.reset()
                 self._review(None, now)
                 return
-        self._worlds.fail(self._crashes.error(self._worlds.furthest, now), now)
+        furthest = None if self.settings.restarts_world else self._worlds.furthest
+        self._worlds.fail(self._crashes.error(furthest, now), now)
 
     def _on_worker_abandoned(self, event: seen.WorkerAbandoned, now: float) -> None:
         worker = self.registry.workers.get(event.worker)
