@@ -253,8 +253,8 @@ class ScalingSettings(Settings):
     restart_interval: Annotated[
         float | None,
         seconds(
-            "with `restart`: seconds that a world trains before all start again to take newcomers in. Default: they wait "
-            "for a loss."
+            "with `restart`: seconds that a world trains before all start again to take newcomers in. Default: they "
+            "wait for a loss."
         ),
     ] = None
 
