@@ -108,6 +108,15 @@ def _planned_restart(registry: WorkerRegistry, settings: ElasticSettings, lasted
     return None
 
 
+def patience_s(settings: ElasticSettings, change: WorldChange) -> float:
+    """Return how long the members of a world may take to stop for the next one.
+
+    Where all start again a newcomer is worth no long wait: ranks that stop at different steps wait for one another.
+    """
+    for_newcomers = settings.restarts_world and change.kind is WorldChangeKind.NEWCOMERS
+    return settings.heartbeat_timeout_s if for_newcomers else settings.stall_timeout_s
+
+
 def survivors_wait(registry: WorkerRegistry, left_s: float) -> Wait:
     """Return the wait for the survivors of a broken world, which have `left_s` seconds to come back."""
     survivors = registry.states[TRAINING].values()

@@ -282,7 +282,7 @@ class WorldLifecycle:
         self._paused_at = None
         self._notices += 1
         self._noticed_at = self.furthest
-        self._notice_timer.start(0, now)
+        self._notice_timer.set(0, now + decisions.patience_s(self._settings, change))
         self._commands.append(do.NotifyHostsUpdated(tuple(self._registry.states[TRAINING]), self._notices))
         self._announce_interrupted(now)
 
@@ -370,7 +370,8 @@ class WorldLifecycle:
             self._noticed_at = self.furthest
             self._notice_timer.start(0, now)
         elif self._paused_at is None:
-            self._break(WorldChange(WorldChangeKind.NO_STEP, seconds=self._settings.stall_timeout_s), now)
+            limit_s = decisions.patience_s(self._settings, self._change)
+            self._break(WorldChange(WorldChangeKind.NO_STEP, seconds=limit_s), now)
         else:
             self._break(WorldChange(WorldChangeKind.NOT_STOPPED, have=self._registry.count(TRAINING)), now)
 
@@ -454,8 +455,7 @@ class WorldLifecycle:
     def _on_state_lost(self, now: float) -> None:
         """Fail the job: because of crashes, if they came back. The last exit is waited for, as it is reported later."""
         if self._crashes.worlds_with_deaths() > 1:
-            if self._lost_at is None:
-                self._lost_at = now
+            self._lost_at = now if self._lost_at is None else self._lost_at
             if self._crashes.is_a_loop_at_the_end(now):
                 self.fail(self._crashes.error(self.furthest, now), now)
                 return
