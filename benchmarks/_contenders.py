@@ -114,6 +114,23 @@ class SparkElastic(Contender):
         self._job.cancel()
 
 
+class SparkElasticRestart(SparkElastic):
+    name = "spark_elastic, restart"
+    settings = 'the same session and loop as TorchDistributor, with restart="world", restart_interval=3 for a newcomer'
+    shrinks = False
+
+    def launch(self, folder: Path, size: int) -> float:
+        at = time.monotonic()
+        settings: dict[str, Any] = {"num_proc": size, "min_num_proc": 1, "max_num_proc": 2, "restart_interval": 3}
+        self._job = spark_elastic.run_async(
+            train_with_files, (str(folder),), restart="world", spark=self._spark, verbose=0, **settings
+        )
+        return at
+
+    def add(self) -> None:
+        """The second slot is there from the start, and its worker waits."""
+
+
 class TorchDistributor(Contender):
     name = "TorchDistributor"
     settings = "the same Spark session; a failed call is made again at once; checkpoint every 50 steps"

@@ -76,6 +76,7 @@ def train_with_spark_elastic(folder: str) -> None:
 
 def train_with_files(folder: str) -> None:
     """The loop for torchrun and TorchDistributor: DistributedDataParallel, and a checkpoint every few steps."""
+    Path(folder, f"{os.getpid()}.begun").write_text(str(time.monotonic()))
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel

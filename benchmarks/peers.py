@@ -10,6 +10,7 @@ one clock (`_peer_training.py`):
 
 - start: from the call (or the command) to the first step of the last worker;
 - step: the median distance of the undisturbed steps;
+- first line: from the signal to the first line of a program that starts again, before its imports;
 - next step: from the signal to the first step of the training that goes on, by whoever does it;
 - as far as before: from the signal until the step is done that comes after the last one before the signal; where steps
   have to be done again, this is later;
@@ -107,6 +108,9 @@ def start_and_kill(contender: Contender, folder: Path) -> dict[str, float]:
     before = max(line.step for line in lines.read() if line.at < first.at and line not in (first,))
     caught = lines.wait(lambda read: [line for line in fresh(read) if line.step > before], "as far as before")[0]
     figures["next_step_s"] = first.at - killed
+    begun = sorted(float(path.read_text()) for path in folder.glob("*.begun"))
+    if later := [at for at in begun if at > killed]:
+        figures["first_line_s"] = later[0] - killed
     figures["as_far_as_before_s"] = caught.at - killed
     figures["steps_again"] = before + 1 - first.step
     if contender.shrinks:
@@ -171,6 +175,7 @@ def versions(python: str, *packages: str) -> dict[str, str]:
 KINDS = {
     "start_s": ("call -> first step", "s"),
     "step_ms": ("step", "ms"),
+    "first_line_s": ("SIGKILL -> first line of the new program", "s"),
     "next_step_s": ("SIGKILL -> next step", "s"),
     "as_far_as_before_s": ("SIGKILL -> as far as before", "s"),
     "steps_again": ("steps done again after SIGKILL", "steps"),
@@ -196,6 +201,7 @@ def main() -> None:
         cluster.sc.parallelize(range(2), 2).map(lambda x: x).collect()  # warm: executors and their Python daemons
         all_ = [
             _contenders.SparkElastic(cluster.spark),
+            _contenders.SparkElasticRestart(cluster.spark),
             _contenders.Torchrun(),
             _contenders.TorchDistributor(cluster.spark),
         ]

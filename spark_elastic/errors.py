@@ -296,7 +296,9 @@ class StateLostError(JobError):
 class RepeatedCrashError(JobError):
     """Several worlds in a row lost a process at the same step."""
 
-    step: int  # the step that no world completed; if `after_loop`, the last step of the loop that they had left
+    #: The step that no world completed; if `after_loop`, the last step of the loop that they had left; None: unknown,
+    #: because with restart="world" the driver is told of no steps.
+    step: int | None
     worlds: int
     crashes: tuple[tuple[int, str, int], ...]  # rank, host and exit code (negative: a signal), oldest first
     after_loop: bool = False  # the processes ended after the elastic loop
@@ -307,6 +309,8 @@ class RepeatedCrashError(JobError):
         where = f"at step {self.step}, before that step was applied"
         if self.after_loop:
             where = f"after the loop of {self.step} steps"
+        if self.step is None:
+            where = "(the later ones within stall_timeout of their start)"
         each = "; ".join(f"rank {rank} on {host} {exit_in_words(code)}" for rank, host, code in self.crashes)
         return (
             f"the last {self.worlds} worlds each lost a process {where}: {each}. "

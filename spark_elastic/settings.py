@@ -16,7 +16,7 @@ import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from spark_elastic.errors import InvalidSettingsError
 
@@ -154,6 +154,12 @@ def _seconds(name: str, value: Any) -> float:
     return float(value)
 
 
+def _restart(name: str, value: Any) -> str:
+    if value != "world":
+        raise wrong(name, "'world' (all workers start again after a loss, as with torchrun) or None", value)
+    return "world"
+
+
 def _range_of_seconds(name: str, value: Any) -> tuple[float, float]:
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
         raise InvalidSettingsError(f"{name} must be (shortest, longest) seconds or None, not {value!r}")
@@ -236,6 +242,21 @@ class ScalingSettings(Settings):
             "before it is removed; raise it if one rank works alone for longer (a long evaluation, a slow checkpoint)."
         ),
     ] = 600.0
+    restart: Annotated[
+        Literal["world"] | None,
+        Setting(
+            '"world": a program for torchrun. Workers get its environment, and after a loss all start again as new '
+            "processes (command line: `--torchrun`). Default: those that are left keep their processes.",
+            _restart,
+        ),
+    ] = None
+    restart_interval: Annotated[
+        float | None,
+        seconds(
+            "with `restart`: seconds that a world trains before all start again to take newcomers in. Default: they "
+            "wait for a loss."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -244,6 +265,11 @@ class ScalingSettings(Settings):
             low, high = getattr(self, small), getattr(self, large)
             if low is not None and high is not None and low > high:
                 raise InvalidSettingsError(f"{small}={low} is larger than {large}={high}")
+        if self.restart_interval is not None and self.restart is None:
+            raise InvalidSettingsError(
+                f"restart_interval={self.restart_interval:g} without restart='world': other workers take newcomers in "
+                "without starting again; leave it out"
+            )
 
     def resolve(self, count_slots: Callable[[], int]) -> ElasticSettings:
         """Return the settings of the driver; `count_slots` is called if the number of workers is not given."""
@@ -279,6 +305,13 @@ class ElasticSettings:
     cooldown_range_s: tuple[float, float] | None = ScalingSettings.cooldown_range
     boot_failure_limit: int = 3  # processes in a row that may exit before any worker ever joined; then the job fails
     crash_limit: int | None = ScalingSettings.crash_limit
+    restart: str | None = ScalingSettings.restart
+    restart_interval_s: float | None = ScalingSettings.restart_interval
+
+    @property
+    def restarts_world(self) -> bool:
+        """True if all workers start again, as new processes, when their world changes."""
+        return self.restart == "world"
 
     @property
     def driver_silence_s(self) -> float:

@@ -1,7 +1,7 @@
 """The command ``spark-elastic``: run a training script elastically inside Spark.
 
-`options` has the command line, `submission` the Spark session and the files of a script, `checks` the commands
-``doctor`` and ``--check-build``.
+`options` has the command line, `submission` the Spark session, `checks` the commands ``doctor`` and
+``--check-build``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 from spark_elastic.cli import options as command_line
 from spark_elastic.cli.checks import check_build, doctor
-from spark_elastic.cli.submission import collect, spark_session
+from spark_elastic.cli.submission import spark_session
 from spark_elastic.driver.hosts import HostDiscoveryScript
 from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import JobCancelledError, RunTakenError, SparkElasticError, UsageError, UserFunctionError
 from spark_elastic.jobs import run as runner
-from spark_elastic.task.script import run_script
+from spark_elastic.task.script import collect
 
 FINISHED, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
@@ -92,7 +92,7 @@ def _run(options: argparse.Namespace, run: Callable[..., Any], open_session: Cal
             slots = options.max_num_proc or options.num_proc
             session = open_session(script.name, options.master, options.conf, slots=slots, quiet=not options.verbose)
             arguments["spark"] = closing.enter_context(session)
-        run(run_script, args=(script,), **arguments)
+        run(script, **arguments)
 
 
 def _prepare_output(folder: Path) -> None:

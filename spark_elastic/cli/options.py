@@ -68,6 +68,8 @@ def parser() -> _Parser:
     places = made.add_argument_group("hosts")
     places.add_argument("--host-discovery-script", metavar="FILE", help="prints the hosts to use: host or host:slots")
     without = "for hosts that the discovery script names without a number"
+    again = "the script is a program for torchrun: workers get its environment, and all start again after a loss"
+    workers.add_argument("--torchrun", dest="restart", action="store_const", const="world", help=again)
     places.add_argument("--slots-per-host", type=int, metavar="N", default=None, help=without)
     waiting = made.add_argument_group("timeouts, in seconds")
     for each in _WITH_FLAGS:
@@ -101,6 +103,8 @@ def run_arguments(options: argparse.Namespace) -> dict[str, Any]:
     given = {each.name: value for each in _WITH_FLAGS if (value := getattr(options, each.name)) is not None}
     if options.cooldown_range is not None:
         given["cooldown_range"] = tuple(options.cooldown_range) if any(options.cooldown_range) else None
+    if options.restart is not None:
+        given["restart"] = options.restart
     if options.env is not None:
         given["env"] = dict(options.env)
     if options.status_port == "off":

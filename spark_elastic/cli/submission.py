@@ -1,83 +1,21 @@
-"""Prepare a command: collect the script with its modules, and get the Spark session."""
+"""The Spark session of a command."""
 
 from __future__ import annotations
 
-import ast
 import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from spark_elastic.errors import JavaNotFoundError, UsageError
 from spark_elastic.spark.connect_session import check_packages
 from spark_elastic.spark.java import check_java
-from spark_elastic.task.script import Script
 
 _CONNECT_PORT = 15002
 _ANSWER_S = 5.0
-MAX_BYTES = 16 * 2**20  # source code is smaller: larger files were found by mistake, and would go with every launch
-
-
-def collect(path: str, args: tuple[str, ...]) -> Script:
-    """Read the script and all modules in its folder that it imports, directly or through one another.
-
-    Modules are found by the names in import statements. A module that is imported in another way has to be installed
-    on the workers, or sent with Spark's own ``--py-files``. Raise UsageError if the script cannot be read or is not
-    Python, or its modules are larger than any source code.
-    """
-    script = Path(path).absolute()
-    try:
-        source = script.read_bytes()
-    except IsADirectoryError:
-        raise UsageError(f"{path} is a folder; name the script to run") from None
-    except OSError as error:
-        raise UsageError(f"cannot read the script {path}: {error.strerror}") from None
-    try:
-        ast.parse(source, filename=path)
-    except (SyntaxError, ValueError) as error:
-        raise UsageError(f"{path} is not a Python script: {error}") from None
-
-    files = {script.name: source}
-    waiting = [source]
-    while waiting:
-        for module in _imported(waiting.pop()):
-            for found in _local_files(script.parent, module):
-                name = found.relative_to(script.parent).as_posix()
-                if name not in files:
-                    files[name] = found.read_bytes()
-                    waiting.append(files[name])
-    size = sum(map(len, files.values()))
-    if size > MAX_BYTES:
-        raise UsageError(
-            f"{path} and the modules beside it are {size / 2**20:.0f} MiB, more than the {MAX_BYTES / 2**20:.0f} MiB "
-            "that may travel with a job; install them on the workers instead"
-        )
-    return Script(str(script), args, files)
-
-
-def _imported(source: bytes) -> Iterator[str]:
-    """Yield the first components of imported modules. Relative imports need none: their package is sent as a whole."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return  # the import itself reports a broken module, if it is ever executed
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name.partition(".")[0]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield node.module.partition(".")[0]
-
-
-def _local_files(folder: Path, module: str) -> Iterator[Path]:
-    # with or without __init__.py, a folder can be imported
-    for found in (folder / f"{module}.py", *sorted((folder / module).rglob("*.py"))):
-        if found.is_file() and not any(part.startswith(".") for part in found.relative_to(folder).parts):
-            yield found
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from spark_elastic.elastic.mark import running_loop
 from spark_elastic.elastic.run_checkpoints import RunCheckpoints
 from spark_elastic.elastic.state import State
 from spark_elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, UsageError
+from spark_elastic.wire import worker_link
 
 log = logging.getLogger("spark_elastic.elastic.loop")
 
@@ -57,6 +58,12 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
             raise UsageError(
                 f"the first argument of {name}, a loop of hvd.elastic.run, is a {type(state).__name__} and has "
                 "to be a state, such as a TorchState; within a class, decorate a function in a method, not the method"
+            )
+        link = worker_link.current()
+        if link is not None and link.restarts_world:
+            raise UsageError(
+                f"{name} is a loop of hvd.elastic.run, whose workers keep their state after a loss; with "
+                "restart='world' (--torchrun) all start again: leave out one of the two"
             )
         if running_loop.get() is not None:
             raise UsageError(

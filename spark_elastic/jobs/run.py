@@ -21,6 +21,7 @@ from spark_elastic.reporting.descriptions import describe_settings
 from spark_elastic.reporting.event_log import event_rows
 from spark_elastic.settings import declarations
 from spark_elastic.task.reaper import default_child_signal
+from spark_elastic.task.script import Script
 from spark_elastic.task.user_frames import without_own_frames
 
 _P = ParamSpec("_P")
@@ -111,7 +112,7 @@ def run(call: RunCall) -> list[Any]:
         JobError: The job could not continue (NotEnoughSlotsError, StateLostError, ResetLimitError, ...).
     """
     session, began = CallbackSession(call.callbacks), clock.wall()
-    name = getattr(call.fn, "__qualname__", type(call.fn).__name__)
+    name = call.fn.name if isinstance(call.fn, Script) else getattr(call.fn, "__qualname__", type(call.fn).__name__)
     with session.fit(DriverRun(name, plain_settings(call), run_id=call.run_id)):
         job = start(call, session if session else None)
         try:

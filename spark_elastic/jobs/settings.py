@@ -17,6 +17,7 @@ from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.jobs.driver_callbacks import DriverCallback
 from spark_elastic.runs.folder import check_run_id
 from spark_elastic.settings import LONGEST_S, ScalingSettings, Setting, meant_device
+from spark_elastic.task.script import Script, collect
 from spark_elastic.wire.interfaces import is_address, plain_address
 from spark_elastic.wire.ports import valid_ports
 
@@ -40,13 +41,19 @@ _seconds_or_none = check.accepting(
     lambda value: not isinstance(value, bool) and isinstance(value, numbers.Real) and 0 <= float(value) <= LONGEST_S,
     float,
 )
-_function = check.accepting("the function itself", callable, hint="; to call train(5), give train, args=(5,)")
+_callable = check.accepting("the function itself", callable, hint="; to call train(5), give train, args=(5,)")
 _arguments = check.accepting(
     "a list or a tuple",
     lambda value: isinstance(value, Sequence) and not isinstance(value, (str, bytes)),
     tuple,
     "; one argument is args=(x,)",
 )
+
+
+def _function(name: str, value: Any) -> Callable[..., Any]:
+    """Return the function, or the script at a path, with its modules, as one."""
+    function: Callable[..., Any] = collect(str(value)) if isinstance(value, (str, Path)) else _callable(name, value)
+    return function
 
 
 def _environment(name: str, value: Any) -> dict[str, str]:
@@ -195,7 +202,8 @@ class RunSettings(ScalingSettings):
         float | None,
         Setting(
             "seconds for which each executor keeps a process that has imported what workers need, so that the next job "
-            "of the session starts sooner; 0: none. PyTorch on Linux only. Default: 60 in a notebook, else 0.",
+            "of the session, or a restart, starts sooner; 0: none. PyTorch on Linux only. Default: 60 in a notebook "
+            "and with `restart`, else 0.",
             _seconds_or_none,
             "seconds",
             on_command_line=True,
@@ -268,12 +276,34 @@ class RunSettings(ScalingSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_run_id(self.run_id, self.checkpoint_dir)
+        if self.restart is not None and self.checkpoint_dir is not None:
+            raise InvalidSettingsError(
+                "checkpoint_dir is for elastic loops (hvd.elastic.run), which restart='world' has none of: give the "
+                "program a folder in its own arguments, on storage that all hosts share"
+            )
 
 
 @dataclass(frozen=True)
 class RunCall(RunSettings):
     """A call of `run`: the function, its arguments, and the settings as keywords."""
 
-    fn: Annotated[Callable[..., Any], Setting("the function; it and its arguments travel by cloudpickle.", _function)]
+    fn: Annotated[
+        Callable[..., Any] | str | Path,
+        Setting(
+            "the function, or the path of a script; it and its arguments travel by cloudpickle.",
+            _function,
+        ),
+    ]
     args: Annotated[Sequence[Any], Setting("its positional arguments.", _arguments)] = ()
     kwargs: Annotated[Mapping[str, Any] | None, Setting("its keyword arguments.", check.dictionary)] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.fn, Script) and (self.kwargs or not all(isinstance(each, str) for each in self.args)):
+            raise InvalidSettingsError(f"{self.fn.name} is a script: give its arguments as texts, args=('--lr', '0.1')")
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function to run; of a path, the script."""
+        assert callable(self.fn), "checked when the call was made"
+        return self.fn

@@ -46,8 +46,8 @@ from spark_elastic.wire.messages import LaunchSpec, interpreter, modules_of, slo
 from spark_elastic.wire.ports import Ports, listen
 
 CONNECT_TIMEOUT_S = 60.0
-KEPT_IN_NOTEBOOK_S = 60.0
-"""The default of `keep_workers` in a notebook, where somebody runs one cell after the other."""
+KEPT_S = 60.0
+"""The default of `keep_workers` in a notebook, where somebody runs one cell after the other, and where all restart."""
 
 _job_numbers = itertools.count(1)
 
@@ -115,7 +115,7 @@ def start(call: RunCall, observer: JobObserver | None = None, lease: RunLease | 
     The job is cancelled if another driver takes over the run of `lease`, which is that of a fit. Raises `UsageError`
     before anything is started if the call has to be changed.
     """
-    function = pickled(call.fn, tuple(call.args), call.kwargs)
+    function = pickled(call.function, tuple(call.args), call.kwargs)
     site = site_of(call)
     if isinstance(site, Cluster):
         check_modules(site, function, call.env)
@@ -130,7 +130,7 @@ def start(call: RunCall, observer: JobObserver | None = None, lease: RunLease | 
             from spark_elastic.jobs.run_folder import open_run  # it imports torch
 
             folder = open_run(call, site if isinstance(site, Cluster) else None, undo)
-            function, lease = pickled(folder.writing(call.fn), tuple(call.args), call.kwargs), folder.lease
+            function, lease = pickled(folder.writing(call.function), tuple(call.args), call.kwargs), folder.lease
         listening = _listen(bind, site.ports("driver_port", call.driver_port), call.launcher is not None)
         undo.callback(listening.close)
         port = listening.getsockname()[1]
@@ -215,7 +215,7 @@ def prepare_workers(call: RunCall) -> None:
     site = site_of(call)
     if not isinstance(site, Cluster) or site.remote:
         return
-    env, modules = dict(call.env or {}), modules_of(pickled(call.fn, (), None))
+    env, modules = dict(call.env or {}), modules_of(pickled(call.function, (), None))
     spec = LaunchSpec("", (), b"", b"", 0.0, "", env=env, device=call.device, preimport=modules, keep_workers_s=keep_s)
     payload = pickle.dumps(spec)
     now = site.count_slots().now or 0
@@ -250,7 +250,9 @@ def _launch_spec(
         nics=None if call.nics is None else tuple(call.nics),
         agent_ports=(agent_ports.first, agent_ports.last),
         device=call.device,
-        preimport=modules_of(function),
+        # other packages may read torchrun's variables when they are imported, as Lightning does
+        preimport=modules_of(function) if call.restart is None else ("torch", "torch._dynamo"),
+        restarts_world=call.restart is not None,
         keep_workers_s=_keep_workers_s(call),
     )
 
@@ -258,7 +260,7 @@ def _launch_spec(
 def _keep_workers_s(call: RunCall) -> float:
     if call.keep_workers is not None:
         return call.keep_workers
-    return KEPT_IN_NOTEBOOK_S if in_notebook() else 0.0
+    return KEPT_S if in_notebook() or call.restart is not None else 0.0
 
 
 def _listen(bind: str, ports: Ports, local: bool) -> socket.socket:

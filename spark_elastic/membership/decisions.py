@@ -24,9 +24,10 @@ from spark_elastic.membership.reasons import (
     missing_in_words,
     worlds_in_words,
 )
-from spark_elastic.membership.registry import ADMITTED, BOOTING, READY, TRAINING, Worker, WorkerRegistry
+from spark_elastic.membership.registry import ADMITTED, AT_INIT, BOOTING, READY, TRAINING, Worker, WorkerRegistry
 from spark_elastic.membership.slots import MachineContext, SlotScheduler
 from spark_elastic.membership.topology import WorkerId, World
+from spark_elastic.settings import ElasticSettings
 
 _MOST_CAUSES_NAMED = 5
 _MOST_RANKS_NAMED = 8
@@ -70,21 +71,50 @@ def select(candidates: Iterable[Worker], done: int, minimum: int) -> list[Worker
     return staying + leaving[:spared]
 
 
-def interruption(registry: WorkerRegistry, minimum: int) -> WorldChange | None:
+def interruption(context: MachineContext, now: float) -> WorldChange | None:
     """Return why a running world is to be replaced by another one; None: it is not.
 
     Workers that are ready join it. Members that leave are spared while some stay, the world has more than `minimum`
     members, and the state does not leave with them.
     """
-    newcomers = registry.count(READY)
+    registry = context.registry
+    if context.settings.restarts_world:
+        return _planned_restart(registry, context.settings, now - context.world_began_at)
+    newcomers, spare = registry.count(READY), registry.count(TRAINING) - context.settings.min_num_proc
     if newcomers:
         return WorldChange(WorldChangeKind.NEWCOMERS, have=newcomers)
     leaving = [worker for worker in registry.in_state(TRAINING) if worker.agent.leaving]
     staying = [worker for worker in registry.in_state(TRAINING) if not worker.agent.leaving]
     leaving_holds, staying_holds = (any(worker.version is not None for worker in each) for each in (leaving, staying))
-    if leaving and staying and registry.count(TRAINING) > minimum and (staying_holds or not leaving_holds):
+    if leaving and staying and spare > 0 and (staying_holds or not leaving_holds):
         return WorldChange(WorldChangeKind.LEAVING, cause=leaving[0].agent.leaving)
     return None
+
+
+def _planned_restart(registry: WorkerRegistry, settings: ElasticSettings, lasted_s: float) -> WorldChange | None:
+    """Return why the workers of a world that has lasted so long all start again; None: they train on.
+
+    An executor that Spark takes away ends in any case, so its members are asked to save first, whatever the minimum.
+    """
+    members, newcomers = list(registry.in_state(TRAINING)), registry.count(AT_INIT)
+    leaving = [worker.agent for worker in members if worker.agent.leaving]
+    if any(worker.raised for worker in members):
+        return None  # this world is about to break, or the job to fail
+    enough = len(members) - len(leaving) + newcomers >= settings.min_num_proc
+    if leaving and (enough or any(agent.retiring for agent in leaving)):
+        return WorldChange(WorldChangeKind.LEAVING, cause=leaving[0].leaving)
+    if newcomers and settings.restart_interval_s is not None and lasted_s >= settings.restart_interval_s:
+        return WorldChange(WorldChangeKind.NEWCOMERS, have=newcomers)
+    return None
+
+
+def patience_s(settings: ElasticSettings, change: WorldChange) -> float:
+    """Return how long the members of a world may take to stop for the next one.
+
+    Where all start again a newcomer is worth no long wait: ranks that stop at different steps wait for one another.
+    """
+    for_newcomers = settings.restarts_world and change.kind is WorldChangeKind.NEWCOMERS
+    return settings.heartbeat_timeout_s if for_newcomers else settings.stall_timeout_s
 
 
 def survivors_wait(registry: WorkerRegistry, left_s: float) -> Wait:
@@ -169,9 +199,16 @@ class Quorum:
         self._enough_since = None
         self.timer.set(0, self._until)
 
+    def wanted(self) -> int:
+        """Return how many workers a world without a state waits for: when all start again, those that have an agent."""
+        if not self._settings.restarts_world or not self._registry.round:
+            return self._settings.num_proc
+        usable = sum(not (agent.leaving or agent.doomed) for agent in self._registry.agents.values())
+        return max(usable, self._settings.min_num_proc)
+
     def first_world(self, ready: int, now: float) -> Decision:
         """Decide if `ready` workers are enough for a world that starts without a state."""
-        need, want, deadline = self._settings.min_num_proc, self._settings.num_proc, self._until
+        need, want, deadline = self._settings.min_num_proc, self.wanted(), self._until
         if ready < need:
             self._enough_since = None
         elif self._enough_since is None:
@@ -179,7 +216,11 @@ class Quorum:
         if ready >= want:
             return Decision(go=True)
         if self._enough_since is not None:
-            until = min(self._enough_since + self._settings.start_grace_s, deadline)
+            grace_s = self._settings.start_grace_s
+            if self._settings.restarts_world and self._registry.count(BOOTING):
+                # one that is left out would be a newcomer, for which all start again after `restart_interval`
+                grace_s = max(grace_s, self._settings.heartbeat_timeout_s)
+            until = min(self._enough_since + grace_s, deadline)
             if now >= until:
                 return Decision(go=True)
             return Decision(False, Wait(WaitKind.GRACE, ready, want, need, until - now), until)

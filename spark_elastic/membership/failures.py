@@ -135,6 +135,7 @@ class RegroupBackoff:
 REPORT_GRACE_S = 2.0
 """How long to wait for an agent's report of an exit, or for the loss of an agent that was killed with its worker. The
 channel of a dying process closes before its agent has read the end of its stderr."""
+EXIT_RAISED = 1  # of a worker whose function raised, see `task.main`
 EXITS_OF_OURS = frozenset({75, 76, 79})  # a worker ends itself with these because others are gone, see `task.main`
 _NAMES_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGSTOP", "SIGPWR")
 _FROM_OUTSIDE = {getattr(signal, name, None) for name in _NAMES_FROM_OUTSIDE}  # not all systems have all of them
@@ -217,11 +218,12 @@ class CrashLoopDetector:
         """Forget the deaths so far, because a step was applied or their cause was dealt with."""
         self._deaths.clear()
 
-    def error(self, furthest: StateVersion, now: float) -> RepeatedCrashError:
+    def error(self, furthest: StateVersion | None, now: float) -> RepeatedCrashError:
+        """Return the error for the crashes so far. `furthest`: None if workers report no steps."""
         crashes = self.crashes(now)
         after_loop = any(member.after_loop for member, _ in crashes)  # there is no further step
         return RepeatedCrashError(
-            step=furthest.steps if after_loop else furthest.steps + 1,
+            step=None if furthest is None else furthest.steps if after_loop else furthest.steps + 1,
             after_loop=after_loop,
             worlds=_worlds(member for member, _ in crashes),
             crashes=tuple((member.rank or 0, member.place.host, exit.exit_code or 0) for member, exit in crashes),

@@ -16,7 +16,7 @@ from spark_elastic.errors import JobCancelledError, LaunchError, UserFunctionErr
 from spark_elastic.membership import events as seen
 from spark_elastic.membership.commands import Command, DismissAgent
 from spark_elastic.membership.deadlines import Timer, paused_within
-from spark_elastic.membership.failures import REPORT_GRACE_S
+from spark_elastic.membership.failures import EXIT_RAISED, REPORT_GRACE_S
 from spark_elastic.membership.reasons import LossCause, LossKind, loss_in_words
 from spark_elastic.membership.registry import ADMITTED, AT_INIT, BOOTING, DONE, READY, TRAINING, Agent, Worker
 from spark_elastic.membership.slots import MachineContext, SlotScheduler
@@ -48,6 +48,12 @@ class Membership:
         self._verdict_timer = Timer[int](timers, lambda _, now: self._judge_boot_failures(now, True), REPORT_GRACE_S)
         self._crash_timer = Timer[int](timers, lambda _, now: self._judge_crashes(now))
         self._exclusion_timer = Timer(timers, self._on_exclusion_due)
+        self._growth_timer = Timer[int](timers, lambda _, now: self._worlds.consider_interrupt(now))
+        # silence of another member is noticed before it, also if the driver was late
+        held_s = settings.heartbeat_timeout_s + 2 * settings.heartbeat_interval_s
+        self._held_timer = Timer[int](timers, lambda _, now: self._judge_raised(now, True), held_s)
+        #: With restart="world": the first exception of the world's members, until it is known if a loss is the reason.
+        self._held: tuple[UserFunctionError, int, float] | None = None  # with its round and time
         self._crashes = self._context.crashes
         #: Processes that exited before any worker was ever ready. Later ones are failures of their slots alone.
         self._boot_failures: list[seen.WorkerLost] = []
@@ -148,6 +154,7 @@ class Membership:
             paused_s = paused_within(event.blocked_s, now, self._pauses)
             if event.blocked_s >= self.settings.stall_timeout_s + paused_s:
                 self._worlds.on_blocked(now)
+        self._judge_raised(now)
         self._worlds.note_after_loop(worker, event.after_loop, now)
         if event.version is None:
             return
@@ -174,6 +181,8 @@ class Membership:
             return  # it skips to a later loop
         if worker.state is BOOTING and event.at_init:
             self._worlds.on_at_init(worker, now)
+            if self.settings.restart_interval_s is not None:
+                self._growth_timer.set(0, max(now, self._context.world_began_at + self.settings.restart_interval_s))
         elif worker.state is not AT_INIT and not (event.at_init and worker.state is ADMITTED):
             if event.version is not None:
                 self._worlds.note_version(event.version, now)
@@ -184,6 +193,8 @@ class Membership:
         if worker is None or event.run != worker.run or worker.state not in (BOOTING, ADMITTED, TRAINING):
             return  # an older call of the function, or a repeat
         self._workers_can_start()
+        if self._ends_as_asked(worker, now):
+            return
         self._worlds.on_done(worker, event.has_loop, now)
 
     def _workers_can_start(self) -> None:
@@ -197,17 +208,24 @@ class Membership:
         if worker is None:
             self._judge_boot_failures(now)
             self._judge_crashes(now)
+        elif worker.raised or self._ends_as_asked(worker, now):
+            pass
         elif worker.state is DONE:
             worker.exited = True  # its agent has its result, so the end of the process is no loss
-        elif event.exit_code != 0:
+        elif event.exit_code not in self._exits_to_explain(worker):
             self._lose_worker(worker, event, now)
         elif self._exit_timer.due(worker.id) is None:
-            # the worker's own channel may still hold a Done: wait until it is read to its end
+            # the worker's own channel may still hold a Done or a Raised: wait until it is read to its end
             self._exit_timer.start(worker.id, now)
 
     def _on_exit_due(self, worker: WorkerId, now: float) -> None:
-        loss = seen.WorkerLost(worker, LossCause(LossKind.EXITED, code=0))
+        loss = self._crashes.exits.get(worker) or seen.WorkerLost(worker, LossCause(LossKind.EXITED, code=0))
         self._lose_worker(self.registry.workers[worker], loss, now)
+
+    def _exits_to_explain(self, worker: Worker) -> tuple[int, ...]:
+        """Return the exit codes that count as a loss only if the worker's channel says nothing of a return or error."""
+        raises_alone = self.settings.restarts_world and worker.state is TRAINING
+        return (0, EXIT_RAISED) if raises_alone else (0,)
 
     def _lose_worker(self, worker: Worker, loss: seen.WorkerLost, now: float) -> None:
         """Remove a worker whose process is gone, and decide if the job can continue."""
@@ -218,6 +236,8 @@ class Membership:
             if self.phase in ENDED:
                 return
         if worker.state is TRAINING:
+            if self.settings.restarts_world and now - self._context.world_began_at >= self.settings.stall_timeout_s:
+                self._crashes.reset()  # it reports no steps: a world that lasts has made some
             self._crashes.note_death(worker, now)
         self._worlds.end_worker(worker, loss.cause, now, stop=False, failed=True)
         self._judge_crashes(now)
@@ -258,7 +278,8 @@ class Membership:
                 self._crashes.reset()
                 self._review(None, now)
                 return
-        self._worlds.fail(self._crashes.error(self._worlds.furthest, now), now)
+        furthest = None if self.settings.restarts_world else self._worlds.furthest
+        self._worlds.fail(self._crashes.error(furthest, now), now)
 
     def _on_worker_abandoned(self, event: seen.WorkerAbandoned, now: float) -> None:
         worker = self.registry.workers.get(event.worker)
@@ -270,9 +291,11 @@ class Membership:
 
     def _on_worker_raised(self, event: seen.WorkerRaised, now: float) -> None:
         worker = self.registry.workers.get(event.worker)
+        if worker is not None and self._ends_as_asked(worker, now):
+            return
         if worker is not None and worker.state is not DONE:
             self._remember_exited(worker)
-        elif event.worker not in self._exited:
+        elif event.worker not in self._exited or self.settings.restarts_world:  # a loss was the reason
             return
         rank, host = self._exited[event.worker]
         error = UserFunctionError(
@@ -283,7 +306,38 @@ class Membership:
             traceback=event.traceback,
             exit_code=event.exit_code,
         )
-        self._worlds.fail(error, now)
+        if worker is None or worker.state is not TRAINING or not self.settings.restarts_world:
+            self._worlds.fail(error, now)
+            return
+        worker.raised = True
+        for timer in (self._silence, self._exit_timer):
+            timer.cancel(worker.id)
+        if self._held is None or self._held[1] != self.registry.round:
+            self._held = error, self.registry.round, now
+            self._held_timer.start(0, now)
+        self._judge_raised(now)
+
+    def _judge_raised(self, now: float, late: bool = False) -> None:
+        """Fail the job because a member raised, unless another member may be lost, which makes the others raise.
+
+        None is lost if each was heard a moment after the exception. `late`: a loss would be known by now.
+        """
+        if self._held is None:
+            return
+        error, round, at = self._held
+        if round != self.registry.round or self.phase is not Phase.RUNNING:
+            self._held = None  # a loss has ended that world
+            return
+        others = (worker for worker in self.registry.in_state(TRAINING) if not worker.raised)
+        if late or all(worker.heard_at >= at + REPORT_GRACE_S for worker in others):
+            self._worlds.fail(error, now)
+
+    def _ends_as_asked(self, worker: Worker, now: float) -> bool:
+        """Replace a member that ends, returns or raises after all were asked to end; return whether it is one."""
+        asked = self.settings.restarts_world and self.phase is Phase.INTERRUPTED and worker.state is TRAINING
+        if asked:
+            self._worlds.end_worker(worker, worker.agent.leaving or LossCause(LossKind.WORLD_RESTARTS), now)
+        return asked
 
     def _remember_exited(self, worker: Worker) -> None:
         """Store the rank and host of a worker, in case the error of its function is received after its exit."""

@@ -38,6 +38,7 @@ class LossKind(enum.Enum):
     HOST_NOT_ALLOWED = enum.auto()  # [name: of the host; detail: the allowed ones]
     HOST_EXCLUDED = enum.auto()  # worlds in a row crashed on the host [name; count: of worlds]
     ABANDONED = enum.auto()  # the function gave up its world [detail: the worker's words]
+    WORLD_RESTARTS = enum.auto()  # with restart="world", all workers start again
     PLAIN_FUNCTION = enum.auto()  # its world broke, and a function without an elastic loop starts over
     PROCESS_ENDED = enum.auto()  # its world broke after its function had returned and its process had ended
     RESULT_TOO_BIG = enum.auto()  # Spark refused a result [detail: Spark's words]
@@ -95,6 +96,7 @@ class WorldChangeKind(enum.Enum):
 
     JOB_STARTS = enum.auto()
     STARTED_OVER = enum.auto()  # no worker holds a state, and no step was applied yet [before]
+    RESTARTED = enum.auto()  # with restart="world": all workers start again [before]
     GATHERED = enum.auto()  # enough workers are ready [before; have, want, need; seconds: the grace, if not all came]
     NEWCOMERS = enum.auto()  # [have: how many]
     LEAVING = enum.auto()  # a member's slot is not to be used any more [cause]
@@ -132,6 +134,7 @@ class WaitKind(enum.Enum):
     RETRY = enum.auto()  # a pause: worlds in a row broke before a step, no worker lost [have: how many; missing]
     AGREEMENT = enum.auto()  # the members train on until they agree on a step to stop at [have: how many; change]
     STOP = enum.auto()  # the other members stop at the agreed step [have: how many; change]
+    END = enum.auto()  # with restart="world", the members were asked to end [have: how many; change]
     SURVIVORS = enum.auto()  # survivors of a broken world come back [have: how many; round, ranks, finishing]
     CAUSE = enum.auto()  # every holder of the state is gone; how it went arrives a moment later
     SLOTS = enum.auto()  # task slots of the cluster [have, need]
@@ -190,6 +193,7 @@ _LOSSES = {
     LossKind.DECOMMISSIONED: "executor {cause.name} is being decommissioned",
     LossKind.HOST_NOT_ALLOWED: "host {cause.name} is not among the hosts to use ({cause.detail})",
     LossKind.PLAIN_FUNCTION: "its world broke, and a plain function can only be run again from the start",
+    LossKind.WORLD_RESTARTS: "all workers start again",
     LossKind.PROCESS_ENDED: "its world broke after its function had returned and its process had ended",
 }
 
@@ -239,6 +243,7 @@ def missing_in_words(causes: Sequence[LossCause]) -> str:
 _CHANGES = {
     WorldChangeKind.JOB_STARTS: "the job starts",
     WorldChangeKind.STARTED_OVER: "starting over, no worker held a state ({before})",
+    WorldChangeKind.RESTARTED: "all workers start again: {before}",
     WorldChangeKind.NEWCOMERS: "{change.have} more ready to train",
     WorldChangeKind.LEAVING: "{cause}",
     WorldChangeKind.MEMBER_LOST: "rank {change.rank} on {change.host} is gone: {cause}",
@@ -299,6 +304,8 @@ def _wait(wait: Wait) -> str:
             return f"{wait.have} workers train on until they agree on a step to stop at ({change})"
         case WaitKind.STOP:
             return f"waiting for {counted(wait.have, 'more worker')} to stop at the agreed step ({change})"
+        case WaitKind.END:
+            return f"{counted(wait.have, 'worker')} got SIGTERM, to save and end ({change})"
         case WaitKind.SURVIVORS:
             return f"round {wait.round} broke; {up_to} for {counted(wait.have, 'survivor')}{_survivors(wait)}"
         case WaitKind.CAUSE:

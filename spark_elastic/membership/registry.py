@@ -55,11 +55,16 @@ class Worker:
     run: int = 1  # the call of the function that counts; the end of an older one changes nothing
     rerun_round: int = 0  # the round that broke when it last had to run again; 0: none
     plain: bool = False  # its function has returned and never entered an elastic loop
+    raised: bool = False  # its function raised, and it is not known yet if a loss is the reason
     exited: bool = False  # DONE, and its process is gone, so it cannot run again
 
     @property
     def place(self) -> Place:
         return self.agent.place
+
+    def is_current_at(self, furthest: StateVersion) -> bool:
+        """Return True if it holds a state from which training can continue after `furthest`."""
+        return self.version is not None and self.version.is_current_at(furthest)
 
 
 @dataclass(slots=True)

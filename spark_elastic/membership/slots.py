@@ -30,6 +30,7 @@ class MachineContext:
     boot_timer: Timer[WorkerId]  # of a worker that was started, or admitted, until it is ready
     exit_timer: Timer[WorkerId]  # of a worker whose process exited with 0, until its result has come
     waiting: WaitChanged | None = None  # what the job waits for, as announced; None: nothing
+    world_began_at: float = 0.0  # when the newest world was published
 
     def __post_init__(self) -> None:
         #: The scheduler adds and removes agents and adds workers, the lifecycle moves workers from state to state, and

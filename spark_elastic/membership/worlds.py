@@ -90,8 +90,8 @@ class WorldLifecycle:
         order = sorted(self._done, key=lambda worker: (*self._done[worker], worker))
         self._set_phase(Phase.FINISHED)
         self._commands.append(do.FinishJob(tuple(order)))
-        are_done = f"{counted(len(order), 'worker')} {'is' if len(order) == 1 else 'are'} done"
-        self._context.announce(JobEnded(now, "finished", are_done))
+        are = "is" if len(order) == 1 else "are"
+        self._context.announce(JobEnded(now, "finished", f"{counted(len(order), 'worker')} {are} done"))
 
     def _set_phase(self, phase: Phase) -> None:
         PHASES.check(self.phase, phase)
@@ -247,7 +247,9 @@ class WorldLifecycle:
                 self._early_leaves.member_lost(worker.round)
             self._cancelled = cause.root.kind is LossKind.CANCELLED
             self._last_loss = f"worker {worker.id} on {worker.place.host}: {loss_in_words(cause)}"
-        if needed:
+        if self._settings.restarts_world and graceful and self.phase is Phase.INTERRUPTED:
+            self._paused_at = now if self._paused_at is None else self._paused_at  # it has ended as it was asked to
+        elif needed:
             change = WorldChange(WorldChangeKind.MEMBER_LOST, rank=worker.rank, host=worker.place.host, cause=cause)
             self._break(change, now)
 
@@ -265,25 +267,26 @@ class WorldLifecycle:
 
     def consider_interrupt(self, now: float) -> None:
         """Ask a running world to stop at an agreed step, if a worker is ready to join it or may leave it."""
-        if self.phase is not Phase.RUNNING or self._done or not self._elastic:
+        if self.phase is not Phase.RUNNING or self._done or not (self._elastic or self._settings.restarts_world):
             return  # once a member is done, no worker joins any more; a plain function has no step to stop at
         if self._registry.after_loop():
             return  # after the loop there is no step to stop at; newcomers wait for the next loop, or the end
         if not self._registry.may_reset():
             return  # the next world would exceed `reset_limit`, and the present one can continue
-        if (change := decisions.interruption(self._registry, self._settings.min_num_proc)) is None:
+        if (change := decisions.interruption(self._context, now)) is None:
             return
         self._change = change
         self._set_phase(Phase.INTERRUPTED)
         self._paused_at = None
         self._notices += 1
         self._noticed_at = self.furthest
-        self._notice_timer.start(0, now)
+        self._notice_timer.set(0, now + decisions.patience_s(self._settings, change))
         self._commands.append(do.NotifyHostsUpdated(tuple(self._registry.states[TRAINING]), self._notices))
         self._announce_interrupted(now)
 
     def _announce_interrupted(self, now: float) -> None:
         kind = WaitKind.AGREEMENT if self._paused_at is None else WaitKind.STOP
+        kind = WaitKind.END if self._settings.restarts_world else kind
         members = self._registry.count(TRAINING)
         self._context.announce_wait(Wait(kind, members, change=self._change), self._notice_timer.due(0), now)
 
@@ -322,28 +325,29 @@ class WorldLifecycle:
         return self._fails_for(unequal, True, now)
 
     def _done_in_this_round(self) -> list[Worker]:
-        workers, newest = self._registry.workers, self._registry.round
-        return [workers[worker] for worker, (_, round) in self._done.items() if round == newest]
+        return [self._registry.workers[w] for w, (_, round) in self._done.items() if round == self._registry.round]
 
     def _break(self, change: WorldChange, now: float) -> None:
         if self.phase not in (Phase.RUNNING, Phase.INTERRUPTED):
             return
         assert self.world is not None
         self._set_phase(Phase.BROKEN)
-        if self._paused_at is None:
-            self._paused_at = now
+        self._paused_at = now if self._paused_at is None else self._paused_at
         self._change = change
         self._quorum.backoff.world_broke(self.furthest, now)
         if self._quorum.backoff.count > 1:
             self._commands.append(do.TryConnections())
         self._notice_timer.cancel(0)
         training = tuple(self._registry.states[TRAINING])
-        if training:
+        if training and not self._settings.restarts_world:
             self._commands.append(do.CutPeers(training, self._registry.round, change))
         for survivor in training:
             self._set_stall_timer(survivor, now)
         self._context.announce(WorldBroken(now, self._registry.round, self.world.size, change))
-        if not self._left_early(self._done_in_this_round(), now):
+        if self._settings.restarts_world:
+            for member in list(self._registry.in_state(TRAINING, DONE)):
+                self.end_worker(member, LossCause(LossKind.WORLD_RESTARTS), now)
+        elif not self._left_early(self._done_in_this_round(), now):
             for worker in sorted(self._done):
                 self._run_again(self._registry.workers[worker], now)
 
@@ -351,12 +355,12 @@ class WorldLifecycle:
         """Decide what to do about members that were asked to stop and have not."""
         if self.phase is not Phase.INTERRUPTED:
             return
-        limit_s = self._settings.stall_timeout_s
         if self._paused_at is None and (self.furthest > self._noticed_at or self._registry.after_loop()):
             # no member has reached a commit, but they still train: only newcomers have to wait longer
             self._noticed_at = self.furthest
             self._notice_timer.start(0, now)
         elif self._paused_at is None:
+            limit_s = decisions.patience_s(self._settings, self._change)
             self._break(WorldChange(WorldChangeKind.NO_STEP, seconds=limit_s), now)
         else:
             self._break(WorldChange(WorldChangeKind.NOT_STOPPED, have=self._registry.count(TRAINING)), now)
@@ -391,9 +395,8 @@ class WorldLifecycle:
         if not decision.go:
             self._wait_or_fail(decision, ready, now)
         elif ready:
-            want, need, grace_s = self._settings.num_proc, self._settings.min_num_proc, self._settings.start_grace_s
-            gathered = WorldChangeKind.GATHERED
-            self._change = WorldChange(gathered, ready, want, need, grace_s, before=self._change)
+            want, need, grace_s = self._quorum.wanted(), self._settings.min_num_proc, self._settings.start_grace_s
+            self._change = WorldChange(WorldChangeKind.GATHERED, ready, want, need, grace_s, before=self._change)
             self._publish(list(self._registry.in_state(AT_INIT, READY)), now)
         else:
             self._finish(now)
@@ -406,14 +409,15 @@ class WorldLifecycle:
             return
         if self.phase is Phase.RUNNING:
             self._break(WorldChange(WorldChangeKind.RESULTS_GONE), now)
-        held = any(map(self._has_newest_state, ready))
-        behind = not held and any(map(self._has_newest_state, self._registry.in_state(ADMITTED)))
+        held = any(worker.is_current_at(self.furthest) for worker in ready)
+        behind = not held and any(worker.is_current_at(self.furthest) for worker in self._registry.in_state(ADMITTED))
         if not held and not behind and self.furthest.trained:
             self._on_state_lost(now)
             return
         if not held and not behind:
             self._set_phase(Phase.STARTING)
-            self._change = WorldChange(WorldChangeKind.STARTED_OVER, before=self._change)
+            again = WorldChangeKind.RESTARTED if self._settings.restarts_world else WorldChangeKind.STARTED_OVER
+            self._change = WorldChange(again, before=self._change)
             self._quorum.start("elastic_timeout", now)
             self._evaluate_start(now)
             return
@@ -435,14 +439,13 @@ class WorldLifecycle:
             self.fail(self._quorum.not_enough(have, self._last_loss, now), now)
             return
         self._quorum.timer.set(0, decision.deadline)
-        wait = replace(decision.wait, missing=self._scheduler.causes_of_missing())
-        self._context.announce_wait(wait, decision.deadline, now)
+        missing = self._scheduler.causes_of_missing()
+        self._context.announce_wait(replace(decision.wait, missing=missing), decision.deadline, now)
 
     def _on_state_lost(self, now: float) -> None:
         """Fail the job: because of crashes, if they came back. The last exit is waited for, as it is reported later."""
         if self._crashes.worlds_with_deaths() > 1:
-            if self._lost_at is None:
-                self._lost_at = now
+            self._lost_at = now if self._lost_at is None else self._lost_at
             if self._crashes.is_a_loop_at_the_end(now):
                 self.fail(self._crashes.error(self.furthest, now), now)
                 return
@@ -450,11 +453,8 @@ class WorldLifecycle:
                 self._quorum.timer.set(0, due)
                 self._context.announce_wait(Wait(WaitKind.CAUSE), due, now)
                 return
-        steps, lost = self.furthest.steps, self._last_loss
-        self.fail(StateLostError(progress=steps, last_reason=lost, cancelled=self._cancelled), now)
-
-    def _has_newest_state(self, worker: Worker) -> bool:
-        return worker.version is not None and worker.version.is_current_at(self.furthest)
+        error = StateLostError(progress=self.furthest.steps, last_reason=self._last_loss, cancelled=self._cancelled)
+        self.fail(error, now)
 
     def _publish(self, members: list[Worker], now: float) -> None:
         limit = self._registry.reset_limit
@@ -481,6 +481,7 @@ class WorldLifecycle:
         pause = None if self._paused_at is None else now - self._paused_at
         self._quorum.backoff.world_began(self.furthest, now)
         self._paused_at = None
+        self._context.world_began_at = now
         self._set_phase(Phase.RUNNING)
         self._commands.append(do.PublishWorld(world))
         self._context.announce(

@@ -32,7 +32,7 @@ PredictionRule: TypeAlias = Literal[
 
 _OWN_SETTINGS = (
     *("num_proc", "min_num_proc", "max_num_proc", "verbose", "status_port", "device", "spark", "callbacks"),
-    *("checkpoint_dir", "run_id"),
+    *("checkpoint_dir", "run_id", "restart", "restart_interval"),
 )
 RUN_OPTIONS = tuple(each.name for each in declarations(RunSettings) if each.name not in _OWN_SETTINGS)
 """The arguments of `spark_elastic.run` that are not settings of the estimators themselves."""

@@ -17,6 +17,7 @@ from spark_elastic.membership.reasons import (
     LossCause,
     LossKind,
     Wait,
+    WorldChange,
     change_in_words,
     counted,
     failures_in_words,
@@ -27,6 +28,7 @@ from spark_elastic.membership.topology import BEGINNING, StateVersion, WorkerId,
 from spark_elastic.redaction import redacted
 
 STARTED_AGAIN = "the function started again from its beginning: it was in no elastic loop"
+ALL_STARTED_AGAIN = "all workers started again, as new processes"
 _ROW_FIELDS = ("kind", "who", "reason", "before", "after", "pause_s", "steps_lost")
 NO_EXECUTOR = ("driver", "local-")  # prefixes of names that are of no executor: local mode, plain processes
 MOST_NOTICES = 200
@@ -55,6 +57,7 @@ class MembershipChange:
     lasted_s: float | None = None  # the length of a wait that is over
     wait: Wait | None = None  # what is waited for, if the kind is "waiting"
     restarted: bool = False  # the function was called again from its beginning, because it was in no elastic loop
+    restarts_world: bool = False  # the same by intention: with restart="world"
     unexplained: bool = False  # `reason` tells only how a loss was noticed; the cause often arrives a moment later
 
     def __post_init__(self) -> None:
@@ -87,7 +90,7 @@ class MembershipChange:
         if self.pause_s is not None:
             words.append(f"{before}{self.pause_s:.2f} s" if self.pause_s < 9.995 else f"{before}{self.pause_s:.0f} s")
         if self.restarted:
-            words.append(STARTED_AGAIN)
+            words.append(ALL_STARTED_AGAIN if self.restarts_world else STARTED_AGAIN)
         if self.steps_lost is not None:
             words.append(f"{counted(self.steps_lost, 'step')} lost" if self.steps_lost else "no step lost")
         return words
@@ -152,6 +155,7 @@ class EventLog:
         self._waits: int | None = None  # the index of the wait that is not over
         self._furthest = BEGINNING
         self._has_loop = False  # a worker was in an elastic loop
+        self._restarts_world = False  # all workers start again with each world
         self._notices = 0
         #: Until the newest world has applied a step: the index of the change that the pause belongs to, when the pause
         #: began, and the version that the world starts from.
@@ -239,6 +243,9 @@ class EventLog:
         departure = _Departure(record, record.cause, record.cause.reaches_beyond_the_worker)
         reason, before = root_loss_in_words(record.cause), self.size
         kind = "left" if record.graceful else "lost"
+        if record.cause.kind is LossKind.WORLD_RESTARTS:
+            self._restarts_world = True
+            return  # its slot has a new worker in the next world
         if record.graceful and record.cause.kind is LossKind.DECOMMISSIONED:
             kind, reason = "drained", "decommissioned"
         member = self._world is not None and record.worker in self._world.workers
@@ -287,7 +294,7 @@ class EventLog:
             return
         stayed = 0 if old is None else old.size - len(self._gone)
         opened, self._open = self._open, []
-        self._world, self._gone = new, set()
+        gone, self._world, self._gone = self._gone, new, set()
         version = new.version or BEGINNING
         restarted = new.version is None and not self._has_loop
         lost = None if restarted else version.steps_lost(self._furthest)
@@ -295,7 +302,8 @@ class EventLog:
         if old is None:
             self._add(record.at, "started", "", record.why, before=0)
             return
-        newcomers = [member.place for member in new.members if member.worker not in old.workers]
+        kept_slots = {member.place.slot for member in old.members if member.worker not in gone}
+        newcomers = [member.place for member in new.members if member.place.slot not in kept_slots]
         begin = record.at - (record.pause_s or 0.0)
         if newcomers:
             where = [p.host if p.executor.startswith(NO_EXECUTOR) else f"executor {p.executor}" for p in newcomers]
@@ -303,14 +311,15 @@ class EventLog:
             who = f"{count} on {', '.join(dict.fromkeys(where))}"
             opened.append(self._add(begin, "joined", who, "", before=stayed))
         if not opened:
-            broken = record.change if self._broken is None else self._broken.change
+            broken = _first_reason(record.change) if self._broken is None else self._broken.change
             why = change_in_words(broken) if broken.cause is None else root_loss_in_words(broken.cause)
             opened.append(self._add(begin, "broken", f"round {old.round}", why))
         self._broken = None
         first, *others = opened
         for index in others:  # one pause, however many changes fall into it
             self._update(index, open=False)
-        self._update(first, pause_s=record.pause_s, steps_lost=lost, restarted=restarted, open=True)
+        again = {"restarted": restarted, "restarts_world": self._restarts_world}
+        self._update(first, pause_s=record.pause_s, steps_lost=lost, open=True, **again)
         self._pause = (first, begin, version)
         if new.version is None:
             self._resumed(None)  # no elastic loop that would report its steps
@@ -320,6 +329,10 @@ class EventLog:
         assert self._pause is not None
         self._update(self._pause[0], open=False, **({} if pause_s is None else {"pause_s": pause_s}))
         self._pause = None
+
+
+def _first_reason(change: WorldChange) -> WorldChange:
+    return change if change.before is None else _first_reason(change.before)
 
 
 def root_loss_in_words(cause: LossCause) -> str:

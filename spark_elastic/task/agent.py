@@ -421,6 +421,9 @@ class TaskAgent:
                 return
             tail, memory = process.stderr_tail, describe_kills(before, now)
             self._send(wire.WorkerExited(process.worker, exit_code, tail, kills, memory))
+            is_next = process is self._process and process.result is None
+            if is_next and self._spec.restarts_world and self._finish is None:
+                self._start_process()  # all start again: it imports while its slot cools down
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ from spark_elastic.task.generated_code import keep_generated_code_in_memory
 from spark_elastic.task.lazy_compiler import import_compiler_on_use
 from spark_elastic.task.reaper import exit_now, flush_output, start_reaper
 from spark_elastic.task.script import ScriptExit
+from spark_elastic.task.torchrun import call_in_world, explained
 from spark_elastic.task.user_frames import ALL_FRAMES_SETTING, format_error
 from spark_elastic.wire import worker_link
 from spark_elastic.wire.channel import connect
@@ -97,6 +98,8 @@ def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str
     link.start()
     call = _load(link, pickled.pop(), spec.made_by)  # it may hold a model, so nothing here keeps it
     _check_device(link)
+    if spec.restarts_world:
+        call = functools.partial(call_in_world, link, spec.job, call)
     link.on_run_again = next_run.put
     with os.fdopen(result_fd, "wb") as results:
         run: int | None = 1
@@ -212,7 +215,7 @@ def _run(link: WorkerLink, function: Callable[[], Any]) -> bytes:
     except BaseException as error:  # SystemExit too: the function has not returned
         # not to stderr: the driver has the text, and raises it
         exit_code = error.exit_code if isinstance(error, ScriptExit) else None
-        link.raised(error, format_error(error, all_frames=ALL_FRAMES_SETTING in os.environ), exit_code)
+        link.raised(explained(error), format_error(error, all_frames=ALL_FRAMES_SETTING in os.environ), exit_code)
         exit_now(EXIT_RAISED)
     try:
         return dumps(value)

@@ -353,7 +353,7 @@ def worker_environment(
         # at least 2: one TensorFlow thread waits in the reduction while another feeds the next batch
         "TF_NUM_INTEROP_THREADS": str(max(cores, 2)),
         **QUIET_TENSORFLOW,
-        **NCCL_WATCHDOG,
+        **({} if spec.restarts_world else NCCL_WATCHDOG),
         **{name: value for name, value in base.items() if not name.startswith("PYTHON_WORKER_FACTORY")},
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in sys_path if path)),
     }

@@ -420,6 +420,7 @@ class LaunchSpec:
     preimport: tuple[str, ...] = ("torch",)  # what a worker imports while it waits for its spec, see `modules_of`
     encrypt: bool = False  # whether the channels are encrypted
     fetched_bytes: int = 0  # size of the function that the agent has to fetch; 0 if the function came with the launch
+    restarts_world: bool = False  # all workers start again when the world changes, with torchrun's environment
     keep_workers_s: float = 0.0  # how long an executor keeps a fork server of workers after the job; 0: none is used
 
 

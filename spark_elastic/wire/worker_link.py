@@ -70,6 +70,9 @@ class WorkerLink:
         self._loop_results: dict[int, wire.LoopResult] = {}
         #: Called with the number of the call, on the channel's thread, when the driver has the function called again.
         self.on_run_again: Callable[[int], object] = lambda run: None
+        #: Called on the channel's thread when the driver announces that the world is about to change.
+        self.on_update: Callable[[], object] = lambda: None
+        self.restarts_world = False  # this process is in one world only: the next one has new processes
         self._ending = False
         self._in_child = False  # this is a forked child of the worker, whose channel is the parent's
         self._beat_now = threading.Event()
@@ -301,6 +304,9 @@ class WorkerLink:
                 self.on_cut(round, why)
             case wire.Goodbye(why):
                 self._on_closed(why)
+            case wire.HostsUpdated(sequence):
+                self._updates_seen = max(self._updates_seen, sequence)
+                self.on_update()
             case wire.RunAgain(run):
                 self.on_run_again(run)
             case _:
@@ -317,8 +323,6 @@ class WorkerLink:
                 self._provisional = message
             case wire.LoopResult(loop):
                 self._loop_results[loop] = message
-            case wire.HostsUpdated(sequence):
-                self._updates_seen = max(self._updates_seen, sequence)
             case wire.EpochDecision(epoch, stop):
                 self._replies[epoch] = stop
             case wire.KvValue(key, value):

@@ -17,7 +17,7 @@ from spark_elastic.membership.reasons import LossKind, WaitKind
 from spark_elastic.membership.states import Phase
 from spark_elastic.membership.topology import BEGINNING, Place, StateVersion, World
 from spark_elastic.settings import ElasticSettings
-from tests.simulation.world_checks import check_ranks, check_state, require
+from tests.simulation.world_checks import check_failure, check_ranks, check_state, require
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
@@ -50,6 +50,8 @@ class Checker:
         self.notified_round = 0
         self.sequence = 0
         self.exited_well: set[int] = set()
+        self.began_at = 0.0  # when the newest world was published
+        self.raised: set[int] = set()  # members whose exceptions wait until it is known if a loss is the reason
         self.cut_round = 0
         self.tried_in = 0  # the newest round whose end had the agents try their connections
         self.started_at: dict[int, float] = {}
@@ -72,6 +74,8 @@ class Checker:
         limit = self.settings.crash_limit
         if limit is None or exit_code == -9:
             return
+        if self.cluster.plan.restarts and self.cluster.driver_now - self.began_at >= self.settings.stall_timeout_s:
+            self.own_crashes.clear()  # it reports no steps, and a world that lasts has made some
         self.own_crashes.append(self.cluster.crashes[-1])
         row = {round for round, at in self.own_crashes if at == self.own_crashes[-1][1]}
         most = limit * (self.cluster.plan.hosts + 1) + 2
@@ -104,7 +108,9 @@ class Checker:
         elif isinstance(event, e.WorkerLost):
             if event.worker in self.done:
                 self.ended.add(event.worker)
-            if event.worker not in self.done and event.exit_code == 0:
+            if event.worker in self.raised:
+                pass  # its exit follows
+            elif event.worker not in self.done and event.exit_code in ((0, 1) if self.cluster.plan.restarts else (0,)):
                 self.exited_well.add(event.worker)  # a Done may be on its way, or it is a loss a little later
             elif event.worker not in self.done:
                 self._worker_gone(event.worker)
@@ -113,6 +119,8 @@ class Checker:
                 self.gone.add(event.worker)
                 self.stands.pop(event.worker, None)
                 self.shaken = True
+        elif isinstance(event, e.WorkerRaised) and self.cluster.plan.restarts:
+            self.raised |= {event.worker} if self._is_live(event.worker) else set()
         elif isinstance(event, e.WorkerReady):
             self._ready(event)
         elif isinstance(event, e.WorkerAlive):
@@ -192,7 +200,8 @@ class Checker:
         return not self._everdone() and not any(self.after_loop.get(member) for member in members)
 
     def after(self, event: e.Event, commands: Sequence[c.Command], now: float, machine: Any, was: Phase) -> None:
-        if isinstance(event, e.WorkerRaised) and self._is_live(event.worker) and event.worker not in self.done:
+        at_once = isinstance(event, e.WorkerRaised) and not self.cluster.plan.restarts
+        if at_once and self._is_live(event.worker) and event.worker not in self.done:
             failed = any(isinstance(x, c.FailJob) and isinstance(x.error, errors.UserFunctionError) for x in commands)
             require(failed, "a bug in the user's function did not fail the job at once")
         for command in commands:
@@ -364,7 +373,7 @@ class Checker:
         self.notified_round = self.world.round
         expected = {w for w in self._members() if w not in self.done}
         require(set(command.workers) == expected, f"notified {command.workers}, training {sorted(expected)}")
-        newcomer = any(not at_init for at_init, _ in self.stands.values())
+        newcomer = any(self.cluster.plan.restarts or not at_init for at_init, _ in self.stands.values())
         leaving = any(self._is_leaving(w) for w in self._members())
         require(newcomer or leaving, "a world is interrupted for nobody")
 
@@ -398,6 +407,8 @@ class Checker:
         for worker in self._members():
             accounted = worker in self.stands or worker in self.done or worker in self.admitted  # to a later loop
             require(accounted, f"worker {worker} still trains in round {world.round - 1}")
+        if self.cluster.plan.restarts:
+            require(not any(self.last_round.get(worker) for worker in workers), "a process is in two worlds")
         check_ranks(self, world, previous)
         check_state(self, world)
         for worker in workers:
@@ -405,7 +416,7 @@ class Checker:
             require(not at_init or world.version is None, "training waits for a worker that has no model yet")
             self.last_round[worker] = world.round
             self.admitted.discard(worker)
-        self.world = world
+        self.world, self.began_at = world, now
         self.waiting = None
 
     def _on_FinishJob(self, command: c.FinishJob, event: e.Event, now: float) -> None:
@@ -433,45 +444,19 @@ class Checker:
         require(bool(command.workers), "a job without results is finished")
 
     def _on_FailJob(self, command: c.FailJob, event: e.Event, now: float) -> None:
-        error, plan = command.error, self.cluster.plan
-        holders = [
-            w
-            for w in self.cluster.workers.values()
-            if w.alive
-            and self._is_live(w.id)
-            and w.version is not None
-            and w.id not in self.done
-            # the end of the loop before is the beginning of this one, and has none of its steps
-            and w.version.is_current_at(self.furthest)
-        ]
-        if isinstance(error, errors.StateLostError):
-            require(not holders, f"the state is not lost: workers {[w.id for w in holders]} hold it")
-        elif isinstance(error, errors.NotEnoughSlotsError):
-            require(error.have < self.settings.min_num_proc, "there are enough workers")
-            limit = {"start_timeout": self.settings.start_timeout_s, "elastic_timeout": self.settings.elastic_timeout_s}
-            require(error.waited_s >= limit[error.setting] - 1e-6, f"gave up after {error.waited_s} s")
-        elif isinstance(error, errors.ResetLimitError):
-            assert self.world is not None
-            require(self.world.round - 1 == self.settings.reset_limit, "the reset limit is not reached")
-        elif isinstance(error, errors.RepeatedCrashError):
-            # a worker that died before its report may have been further; others may still apply the step of its death
-            known = (self.furthest.loop, self.furthest.steps - 1)
-            row = {round for round, at in self.cluster.crashes if at >= known}
-            least = 2 if not holders else self.settings.crash_limit or 0
-            require(len(row) >= least > 0, f"given up after worlds {sorted(row)}: {error}")
-        elif isinstance(error, errors.UnequalStepsError):
-            require(plan.unequal and self.world is not None and self.world.round > 1, f"given up for nothing: {error}")
-        elif isinstance(error, errors.WorkerStartError):
-            require(plan.boot_crash > 0 or bool(plan.faults) or plan.unlucky > 0, "no worker failed to start")
-            require(error.attempts >= self.settings.boot_failure_limit, "too few attempts")
-        else:
-            apart = type(error) is errors.JobError and any(kind == "hosts apart" for _, kind in plan.faults)
-            require(apart or isinstance(error, errors.UserFunctionError), f"unexpected {error!r}")
+        check_failure(self, command.error)
 
     def _on_Announce(self, command: c.Announce, event: e.Event, now: float) -> None:
         record = command.record
         if isinstance(record, t.WorkerLeft) and record.worker in self.exited_well:
             self._worker_gone(record.worker)
+        if isinstance(record, t.WorldBroken) and self.cluster.plan.restarts:
+            explained = getattr(event, "exit_code", None) != 1
+            require(explained, "an exit breaks the world, although what was raised may be on its way")
+            asked = self.notified_round == record.round and isinstance(
+                event, e.WorkerDone | e.WorkerRaised | e.WorkerLost
+            )
+            require(not asked, "a member that ends as it was asked to ends those that still save")
         if isinstance(record, t.HostExcluded):
             self.excluded[record.host] = record.until
             require(self.cluster.crashes != [], f"{record.host} is left alone for nothing")

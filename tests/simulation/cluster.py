@@ -333,7 +333,8 @@ class Cluster:
         if exit_code != 0:
             self.lose_last_words(("worker", worker.id))
         if worker.said_hello:
-            self.tell_driver(("worker", worker.id), e.WorkerLost(worker.id, reported("channel closed")))
+            late = self.rng.uniform(0.0005, 0.3) if self.plan.restarts else None  # its peers may see it before
+            self.tell_driver(("worker", worker.id), e.WorkerLost(worker.id, reported("channel closed")), late)
         if report and agent.alive:
             cause = LossCause(LossKind.EXITED, code=exit_code)
             event = e.WorkerLost(worker.id, cause, "the end of its stderr")

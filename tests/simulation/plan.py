@@ -43,4 +43,6 @@ class Plan:
     poison_exit: int = -11
     unequal: bool = False
     """Rank 0 of each world of several makes one step less than the others."""
+    restarts: bool = False
+    """A plain function whose workers all start again with each world: `restart="world"`."""
     limit_s: float = 5000.0

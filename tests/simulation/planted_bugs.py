@@ -183,6 +183,30 @@ BUGS = (
     Bug(
         "one who works after the loop is not waited for", "worlds", "if survivor.after_loop:", "if not survivor.round:"
     ),
+    Bug(
+        "a process takes part in a second world although all start again",
+        "worlds",
+        "for member in list(self._registry.in_state(TRAINING, DONE)):",
+        "for member in list(self._registry.in_state(DONE)):",
+    ),
+    Bug(
+        "what survivors of a lost peer raise fails the job",
+        "machine",
+        "if worker is None or worker.state is not TRAINING or not self.settings.restarts_world:",
+        "if True:",
+    ),
+    Bug(
+        "an exit is a loss although what was raised is on its way",
+        "machine",
+        "raises_alone = self.settings.restarts_world and",
+        "raises_alone = self.settings.reset_limit == -1 and",
+    ),
+    Bug(
+        "one that ends as it was asked to breaks the world of those that save",
+        "worlds",
+        "if self._settings.restarts_world and graceful and self.phase",
+        "if not self._settings.restarts_world and graceful and self.phase",
+    ),
     Bug("the notice has the same number twice", "worlds", "self._notices += 1", "self._notices = 1"),
     Bug("a removed worker's result is kept", "worlds", "self._done.pop(worker.id, None)", "pass"),
     Bug("a message of an older round counts", "machine", "event.round != worker.round or worker", "worker"),

@@ -112,6 +112,18 @@ def _is_unequal(seed: int) -> bool:
     return random.Random(f"{seed} unequal").random() < 0.04
 
 
+def _restarting(seed: int, plan: Plan) -> Plan:
+    """Return the plan, in some seeds as that of a job with `restart="world"`. Drawn as `_is_unequal` is."""
+    rng = random.Random(f"{seed} restarts")
+    if rng.random() >= 0.1 or plan.poison_exit == -9:
+        return plan
+    poison_at = plan.poison_at and min(plan.poison_at, 20)  # in a longer world, a crash is no reason to give up
+    settings = dataclasses.replace(plan.settings, restart="world", restart_interval_s=rng.choice([None, 2.0, 20.0]))
+    return dataclasses.replace(
+        plan, settings=settings, restarts=True, plain=True, no_init=False, loops=1, unequal=False, poison_at=poison_at
+    )
+
+
 def simulate(seed: int, machine_class: Any, *, large: bool = False, huge: bool = False) -> Cluster:
     """Run one seed to its end, as a job of many workers if `large`, and of a thousand if `huge`.
 
@@ -119,6 +131,7 @@ def simulate(seed: int, machine_class: Any, *, large: bool = False, huge: bool =
     """
     rng = random.Random(seed)
     plan = dataclasses.replace(plan_of(rng, large=large, huge=huge), unequal=not huge and _is_unequal(seed))
+    plan = plan if huge else _restarting(seed, plan)
     cluster = Cluster(machine_class(plan.settings), plan, rng)
     cluster.run()
     return cluster

@@ -156,6 +156,8 @@ class SimWorker:
             return
         if self.after_loop:
             self._call_again()
+        elif self.cluster.plan.restarts:
+            self.raise_error()
         elif self.cluster.plan.plain:
             self.state = "joining"
             self.tell(e.WorkerAbandoned(self.id, "HorovodInternalError"))
@@ -163,6 +165,27 @@ class SimWorker:
         else:
             self.state = "joining"
             self.later(0.0, 0.05, self._join)
+
+    def raise_error(self) -> None:
+        """Let the function raise, which ends the process."""
+        self.state = "joining"
+        raised = e.WorkerRaised(self.id, "RuntimeError", "Connection closed by peer", "Traceback ...")
+        if self.cluster.agents[self.agent].executor.reachable:
+            self.cluster.tell_driver(("worker", self.id), raised, self.cluster.rng.uniform(0.0005, 0.2))
+        self.later(0.001, 0.05, lambda: self.cluster.kill(self, report=True, exit_code=1))
+
+    def on_sigterm(self) -> None:
+        """Save, and end in one of the ways in which programs do."""
+        how = self.cluster.rng.choice(["dies", "dies", "raises", "returns"])
+        if self.hung or self.state not in ("building", "training"):
+            return
+        if how == "raises":
+            self.raise_error()
+        elif how == "returns" and self.state == "training":
+            self.finish()
+        else:
+            self.state = "joining"
+            self.cluster.kill(self, report=True, exit_code=-15)
 
     def on_cut(self, round: int) -> None:
         self.cut_round = max(self.cut_round, round)
@@ -209,6 +232,8 @@ class SimWorker:
     def on_notice(self, sequence: int) -> None:
         assert sequence > self.notices, "hosts-updated sequence went back"
         self.notices = sequence
+        if self.cluster.plan.restarts:
+            self.later(0.0, 3.0, self.on_sigterm)
 
     def stop_at_boundary(self) -> None:
         self.state = "joining"

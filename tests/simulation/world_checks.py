@@ -1,9 +1,10 @@
-"""The invariants of a world as it is published: its ranks, and the state that it starts from."""
+"""The invariants of a world as it is published, its ranks and the state that it starts from; and of a failure."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from spark_elastic import errors
 from spark_elastic.membership.topology import BEGINNING, World
 
 if TYPE_CHECKING:
@@ -72,3 +73,47 @@ def check_state(checker: Checker, world: World) -> None:
                 continue
             assert worker.version is not None
             require(worker.version <= (best or BEGINNING), f"{worker.version} of worker {worker.id} is lost")
+
+
+def check_failure(checker: Checker, error: errors.JobError) -> None:
+    """Require that a job that fails has a reason, and names the right one."""
+    plan, settings = checker.cluster.plan, checker.settings
+    holders = [
+        w
+        for w in checker.cluster.workers.values()
+        if w.alive
+        and checker._is_live(w.id)
+        and w.version is not None
+        and w.id not in checker.done
+        # the end of the loop before is the beginning of this one, and has none of its steps
+        and w.version.is_current_at(checker.furthest)
+    ]
+    if isinstance(error, errors.StateLostError):
+        require(not holders, f"the state is not lost: workers {[w.id for w in holders]} hold it")
+    elif isinstance(error, errors.NotEnoughSlotsError):
+        require(error.have < settings.min_num_proc, "there are enough workers")
+        limit = {"start_timeout": settings.start_timeout_s, "elastic_timeout": settings.elastic_timeout_s}
+        require(error.waited_s >= limit[error.setting] - 1e-6, f"gave up after {error.waited_s} s")
+    elif isinstance(error, errors.ResetLimitError):
+        assert checker.world is not None
+        require(checker.world.round - 1 == settings.reset_limit, "the reset limit is not reached")
+    elif isinstance(error, errors.RepeatedCrashError):
+        # a worker that died before its report may have been further; others may still apply the step of its death
+        known = (checker.furthest.loop, checker.furthest.steps - 1)
+        row = {round for round, at in checker.cluster.crashes if at >= known}
+        least = 2 if not holders else settings.crash_limit or 0
+        require(len(row) >= least > 0, f"given up after worlds {sorted(row)}: {error}")
+    elif isinstance(error, errors.UnequalStepsError):
+        assert checker.world is not None
+        require(plan.unequal and checker.world.round > 1, f"given up for nothing: {error}")
+    elif isinstance(error, errors.WorkerStartError):
+        require(plan.boot_crash > 0 or bool(plan.faults) or plan.unlucky > 0, "no worker failed to start")
+        require(error.attempts >= settings.boot_failure_limit, "too few attempts")
+    else:
+        apart = any(kind == "hosts apart" for _, kind in plan.faults)
+        if isinstance(error, errors.UserFunctionError) and plan.restarts:
+            # behind a rank that hangs, the collectives of the others time out: no loss is the reason
+            excused = apart or plan.raises_at is not None or any(kind == "hang worker" for _, kind in plan.faults)
+            require(excused, "the consequence of a loss is taken for the user's bug")
+        apart = apart and type(error) is errors.JobError
+        require(apart or isinstance(error, errors.UserFunctionError), f"unexpected {error!r}")

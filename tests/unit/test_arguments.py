@@ -60,6 +60,12 @@ def nothing():
         ({"nics": ["eth0", ""]}, "nics must be names"),
         ({"fn": None}, r"must be the function itself, not None \(NoneType\)"),
         ({"launcher": "local"}, "launcher must be a LocalLauncher"),
+        ({"restart": "all"}, r"restart must be 'world' \(.*\) or None, not 'all'"),
+        ({"restart_interval": 60}, "restart_interval=60 without restart='world'.*leave it out"),
+        ({"restart": "world", "restart_interval": 0}, "restart_interval must be a positive number of seconds"),
+        ({"restart": "world", "checkpoint_dir": "/tmp/c"}, "checkpoint_dir is for elastic loops"),
+        ({"fn": __file__, "kwargs": {"lr": 1}}, "test_arguments.py is a script: give its arguments as texts"),
+        ({"fn": __file__, "args": (0.1,)}, "test_arguments.py is a script: give its arguments as texts"),
     ],
 )
 def test_invalid_argument_is_reported_with_its_value_and_nothing_is_started(given, says):
@@ -99,14 +105,22 @@ def test_help_of_run_explains_every_setting():
 
 def test_every_scaling_setting_reaches_the_membership_machine():
     given = {each.name: default(each) for each in declarations(ScalingSettings)}
-    assert len(given) == 10
+    assert len(given) == 12
     resolved = dataclasses.asdict(ScalingSettings(**given).resolve(lambda: 9))
     assert {name.removesuffix("_s"): value for name, value in resolved.items()}.items() >= given.items()
 
 
 def default(declaration):
     """A value that differs from the setting's default."""
-    others = {"num_proc": 3, "min_num_proc": 2, "max_num_proc": 4, "cooldown_range": (1.5, 2.5), "reset_limit": 7}
+    others = {
+        "num_proc": 3,
+        "min_num_proc": 2,
+        "max_num_proc": 4,
+        "cooldown_range": (1.5, 2.5),
+        "reset_limit": 7,
+        "restart": "world",
+        "restart_interval": 60.0,
+    }
     return others[declaration.name] if declaration.name in others else declaration.default + 1
 
 

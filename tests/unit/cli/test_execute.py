@@ -6,7 +6,6 @@ from spark_elastic.cli import execute
 from spark_elastic.cli.options import parser
 from spark_elastic.driver.launcher import LocalLauncher
 from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError, RunTakenError, UserFunctionError
-from spark_elastic.task.script import run_script
 
 
 class FakeRun:
@@ -61,8 +60,7 @@ def test_the_script_is_run_in_the_session_with_the_settings(script):
     assert run_cli(*words, run=run, session=session) == 0
     assert session.opened == ("train.py", "local[3]", [("spark.a", "b")], {"slots": 5, "quiet": True})
     assert session.closed
-    [(fn, (sent,), settings)] = run.calls
-    assert fn is run_script
+    [(sent, _, settings)] = run.calls
     assert (sent.path, sent.args) == (script, ("--lr", "1"))
     assert settings == {"num_proc": 2, "max_num_proc": 5, "verbose": 1, "spark": "the session"}
 

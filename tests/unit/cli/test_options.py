@@ -38,7 +38,7 @@ def test_every_setting_reaches_run_under_its_own_name():
     line = (
         "-np 4 --min-np 2 --max-num-proc 8 --reset-limit 9 --elastic-timeout 60 --start-timeout 30.5 "
         "--heartbeat-timeout 5 --stall-timeout 90 --cooldown-range 1 20 --nics eth0,eth1 --env A=1 --env B=x=y "
-        "-vv train.py"
+        "--torchrun --restart-interval 600 -vv train.py"
     )
     assert run_arguments(parse(line)) == {
         "num_proc": 4,
@@ -52,6 +52,8 @@ def test_every_setting_reaches_run_under_its_own_name():
         "cooldown_range": (1.0, 20.0),
         "nics": ["eth0", "eth1"],
         "env": {"A": "1", "B": "x=y"},
+        "restart": "world",
+        "restart_interval": 600.0,
         "verbose": 3,
     }
 

@@ -5,9 +5,8 @@ import textwrap
 
 import pytest
 
-from spark_elastic.cli import submission
-from spark_elastic.cli.submission import collect
 from spark_elastic.errors import UsageError
+from spark_elastic.task.script import MAX_BYTES, collect
 
 RUN_PICKLED = (
     "import pickle, sys; from spark_elastic.task.script import run_script; run_script(pickle.load(sys.stdin.buffer))"
@@ -121,6 +120,6 @@ def test_folder_in_place_of_a_script_is_refused(tmp_path):
 
 
 def test_modules_larger_than_source_code_are_refused(tmp_path):
-    write(tmp_path, train="import table", table="ROWS = '" + "x" * submission.MAX_BYTES + "'")
+    write(tmp_path, train="import table", table="ROWS = '" + "x" * MAX_BYTES + "'")
     with pytest.raises(UsageError, match="install them on the workers"):
         collect(str(tmp_path / "train.py"), ())

@@ -141,6 +141,8 @@ def _settings(words: list[str]) -> ElasticSettings:
         name = _NAMES.get(name, name)
         if name in _WHOLE:
             values[name] = int(value)
+        elif name == "restart":
+            values[name] = value
         elif name == "cooldown":
             values["cooldown_range_s"] = None if value == "none" else tuple(map(float, value.split("..")))
         else:

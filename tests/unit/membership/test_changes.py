@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from spark_elastic.membership import events as e
@@ -26,8 +28,12 @@ class Job:
     `progress`: the step; None: the function has no elastic loop.
     """
 
-    def __init__(self, size: int, minimum: int = 1, executors: str = "spark", progress: int | None = 10) -> None:
-        self.machine = Membership(ElasticSettings(num_proc=size, min_num_proc=minimum, max_num_proc=size + 2))
+    def __init__(
+        self, size: int, minimum: int = 1, executors: str = "spark", progress: int | None = 10, **settings: Any
+    ) -> None:
+        self.machine = Membership(
+            ElasticSettings(num_proc=size, min_num_proc=minimum, max_num_proc=size + 2, **settings)
+        )
         self.log = EventLog()
         self.tell(0.0, e.JobStarted())
         for number in range(size):
@@ -172,3 +178,24 @@ def test_agent_that_is_killed_is_the_cause_even_if_its_worker_is_missed_first():
     job.tell(5.02, e.SlotEnded(1, LossCause(LossKind.AGENT_EXITED, code=-9)))
     job.ready(5.1, 1, 3)
     assert job.said[-1].startswith("rank 1 on h1 lost (its agent was killed by signal 9 (SIGKILL)): 3 -> 2 workers")
+
+
+def test_where_all_start_again_a_loss_and_a_newcomer_are_a_sentence_each():
+    job = Job(2, progress=None, restart="world", restart_interval_s=10.0)
+    job.tell(5.0, e.WorkerLost(2, exited(-9)))
+    job.tell(5.2, e.WorkerReady(3, 0, None, at_init=True))
+    job.tell(5.5, e.Tick())
+    job.tell(5.75, e.WorkerReady(4, 0, None, at_init=True))
+    job.tell(8.0, e.AgentJoined(3, Place("h2", "2", 2)))
+    job.tell(9.0, e.WorkerReady(5, 0, None, at_init=True))
+    job.tell(15.75, e.Tick())
+    job.tell(16.0, e.WorkerLost(3, exited(-15)))
+    job.tell(16.5, e.WorkerLost(4, exited(-15)))
+    job.tell(17.0, e.WorkerReady(6, 0, None, at_init=True))
+    job.tell(17.0, e.WorkerReady(7, 0, None, at_init=True))
+    again = "all workers started again, as new processes"
+    assert job.said[1:] == [
+        f"rank 1 on executor 1 lost (killed by signal 9): 2 -> 1 worker, 0.75 s, {again}",
+        "a worker on executor 1 joined: 1 -> 2 workers",
+        f"a worker on executor 2 joined: 2 -> 3 workers, 1.00 s, {again}",
+    ]

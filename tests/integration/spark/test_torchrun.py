@@ -1,0 +1,25 @@
+"""A program for torchrun in the tasks of two executors."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.clusters import local_cluster
+from tests.integration.local.test_torchrun import assert_trained_as_undisturbed, lines
+from tests.integration.torchrun_programs import ddp
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with local_cluster(2, 1) as running:
+        yield running
+
+
+@pytest.mark.nightly
+def test_a_killed_program_resumes_in_spark(jobs, tmp_path):
+    script, args = Path(ddp.__file__).with_name("ddp.py"), (str(tmp_path), "20", "1:13")
+    assert jobs.start(script, args, num_proc=2, restart="world").result(240) == [None, None]
+    assert_trained_as_undisturbed(tmp_path)
+    assert {words[-1] for _, words in lines(tmp_path, "trains")} == {"0", "10"}
