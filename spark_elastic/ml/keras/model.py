@@ -126,13 +126,13 @@ def _load_predictor(model: KerasPickle, transform_device: str, threads: int) -> 
     prefer_backend()
     import tensorflow as tf
 
-    gpus = tf.config.list_physical_devices("GPU")
+    gpus = [] if transform_device.lower().startswith("cpu") else tf.config.list_physical_devices("GPU")
     if transform_device == "auto" and not gpus:
         transform_device = "cpu"
     device = device_name("gpu" if transform_device == "auto" else transform_device)
     if ":" not in transform_device and len(gpus) > 1:  # the one that is left is number 0
         gpus = [gpus[gpu_of_task(len(gpus))[0]]]
-    use_gpus([] if device.startswith("/CPU") else gpus)
+    use_gpus(gpus)
     set_threads(threads)
     try:
         with tf.device(device):
