@@ -293,7 +293,7 @@ def test_transform_uses_the_gpu_that_spark_has_given_the_task(
     assert gpu_of_task(2 if visible else 4) == (number, "given to the task")
 
 
-def test_out_of_memory_in_the_module_is_a_memory_error_and_auto_is_the_cpu_without_a_gpu() -> None:
+def test_auto_is_the_cpu_without_a_gpu_and_no_memory_is_a_memory_error() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 

@@ -58,7 +58,7 @@ def test_the_default_compiler_of_torch_gives_the_same_weights(dataset: Dataset) 
     assert weights_of(compiled) == pytest.approx(weights_of(estimator().from_dataset_path(dataset)), abs=0.02)
 
 
-def test_compile_is_true_or_a_backend_and_not_for_modules_with_steps_of_their_own(dataset: Dataset) -> None:
+def test_compile_is_true_or_the_name_of_a_backend_and_not_exact(dataset: Dataset) -> None:
     with pytest.raises(InvalidSettingsError, match="name of a backend"):
         estimator(compile="")
     with pytest.raises(InvalidSettingsError, match="compile=True may make the result depend"):
@@ -167,9 +167,7 @@ def told_in_worker(data: Path, folder: Path, compiler: Any) -> Any:
 
 
 @pytest.mark.parametrize("compiler", [False, "eager"])
-def test_a_newcomer_rehearses_if_its_model_is_compiled_and_on_a_cpu_not_otherwise(
-    compiler: Any, data: Path, tmp_path: Path
-) -> None:
+def test_a_newcomer_on_a_cpu_rehearses_if_its_model_is_compiled(compiler: Any, data: Path, tmp_path: Path) -> None:
     with WorldDriver(start_with=1) as driver:
         driver.start(told_in_worker, data, tmp_path, compiler)
         driver.wait(lambda: driver.told("trains"))
