@@ -6,8 +6,8 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 ROWS ?=
 MATRIX_ARGS ?=
-# before_after.py needs another checkout; peer_*.py are parts of others
-BENCHMARKS ?= $(filter-out benchmarks/before_after.py benchmarks/peer_%,$(wildcard benchmarks/[a-z]*.py))
+# before_after.py needs another checkout, gpu_steps.py a GPU; peer_*.py are parts of others
+BENCHMARKS ?= $(filter-out benchmarks/before_after.py benchmarks/gpu_steps.py benchmarks/peer_%,$(wildcard benchmarks/[a-z]*.py))
 
 BIN := $(VENV)/bin
 # Named after what was installed, so they are up to date exactly as long as that has not changed.
@@ -24,6 +24,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   all benchmarks, minutes each; see benchmarks/README.md"
 	@echo "make chaos   storms of faults over real trainings, five minutes; see docs/reliability.md"
+	@echo "make gpu-check    on a machine with a GPU: its tests and figures, six minutes; no Spark, no Java, PYTHON with torch"
 	@echo "make notebooks    run examples/notebooks and write what they show into their .ipynb twins"
 	@echo "make site    the documentation as a site, in build/site; it needs no internet"
 	@echo "make diagrams    draw the diagrams of the pages anew, after a change of one (npm, chromium)"
@@ -62,6 +63,14 @@ bench: java $(STAMP)
 .PHONY: chaos
 chaos: java $(STAMP)
 	$(BIN)/python -m tests.storms.chaos --short --results build/chaos
+
+# With the Python that has a CUDA build of torch, and pytest; GPU_CHECK=cpu shows whether the programs run.
+GPU_CHECK ?= cuda
+.PHONY: gpu-check
+gpu-check:
+	SPARK_ELASTIC_GPU_CHECK=$(GPU_CHECK) $(PYTHON) -m pytest -p no:cacheprovider --noconftest -c /dev/null --rootdir . \
+		-W ignore -q -s tests/gpu
+	$(PYTHON) benchmarks/gpu_steps.py --device $(GPU_CHECK) --results build/gpu/steps.json
 
 .PHONY: notebooks
 notebooks: java $(STAMP)

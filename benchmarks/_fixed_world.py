@@ -31,6 +31,8 @@ class FixedLink:
         addresses: of all members in the order of their ranks; equal ones are on one host, and next to one another.
     """
 
+    restarts_world = False
+
     def __init__(self, store: dist.Store, rank: int, addresses: Sequence[str]) -> None:
         self.worker = rank + 1
         self._store = store

@@ -222,6 +222,11 @@ class Process:
         """
         return self.link is not None and (self.assignment is None or self.awaits_loop or self.is_local)
 
+    @property
+    def is_newcomer(self) -> bool:
+        """True in a job that runs already, until this process joins its first world."""
+        return self.link is not None and self.position is not None and self.assignment is None
+
     @contextmanager
     def local_collectives(self) -> Iterator[None]:
         """Keep collectives local within this context: each returns this process's own values."""

@@ -146,6 +146,10 @@ def start(call: RunCall, observer: JobObserver | None = None, lease: RunLease | 
             printer.say(f"spark_elastic: {fewer}")
         if folder is not None and call.verbose:
             printer.say(f"spark_elastic: {folder.in_words()}")
+        if isinstance(site, Cluster) and call.verbose and call.device != "cpu":
+            amount = site.setting("spark.task.resource.gpu.amount")
+            if says := gpus_in_words(amount):
+                printer.say(f"spark_elastic: {says}")
         has_page = call.status_port is not None
         if call.status_port == "auto":
             has_page = site.is_local and call.verbose > 0
@@ -255,6 +259,20 @@ def _launch_spec(
         restarts_world=call.restart is not None,
         keep_workers_s=_keep_workers_s(call),
     )
+
+
+def gpus_in_words(amount: str | None) -> str:
+    """Return what follows from a task's GPUs, Spark's setting, if it is not one each; empty otherwise."""
+    try:
+        gpus = float(amount or 1)
+    except ValueError:  # Spark refuses it
+        return ""
+    given = f"spark.task.resource.gpu.amount={amount}"
+    if gpus > 1:
+        return f"{given}, and a worker computes on one GPU; set it to 1 for a worker on each"
+    if 0 < gpus < 1:
+        return f"{given}: workers that share a GPU reduce gradients through the hosts' memory; set it to 1 for NCCL"
+    return ""
 
 
 def _keep_workers_s(call: RunCall) -> float:

@@ -139,10 +139,6 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         """Return the function that is sent to executors to load the model there."""
         raise NotImplementedError
 
-    def _batch_size(self) -> int:
-        """Return the rows to put through the model at once, unless `transform_batch_size` is set."""
-        return 4096
-
     @property
     def history(self) -> History:
         """One row per epoch of the fit: {"epoch": 0, "loss": 0.3, ...}; `pandas.DataFrame(model.history)` works."""
@@ -235,7 +231,8 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             model=broadcast,
             inputs=tensors_for(dataset.schema, inputs, fitted.pad_to, fitted.allow_nan, case_sensitive),
             added=self._added(),
-            batch_size=self.getOrDefault("transform_batch_size") or self._batch_size(),
+            batch_size=self.getOrDefault("transform_batch_size"),
+            on_gpu=not self.getOrDefault("transform_device").startswith("cpu"),
             inference_fn=self.getOrDefault("inference_fn"),
             names=tuple(dataset.columns),
             groups=travel.groups_of({name: kind.typeName() for name, kind in features.items()}),

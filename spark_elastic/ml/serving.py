@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from spark_elastic.collective.gpu.leases import lease_gpu, visible_gpus
 from spark_elastic.data import travel
 from spark_elastic.data.arrow_values import RowsRefused, error_of, missing_rows
 from spark_elastic.data.columns import Request, Tensor
 from spark_elastic.data.encode import Encoder
 from spark_elastic.data.manifest import Kind, TensorField
 from spark_elastic.data.shards import Blob
-from spark_elastic.errors import DataError
+from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.added_columns import AddedColumn, Array, arrow_array
+from spark_elastic.spark.executor_process import accelerators_in_task
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+log = logging.getLogger("spark_elastic.ml")
+
 HANDLE_INVALID = "handle_invalid='skip' leaves such rows out of the result, 'keep' gives them null predictions"
 _VARIABLE = (Kind.BYTES, Kind.ARRAY, Kind.STRING)
+ROWS = 4096  # rows of a batch, unless transform_batch_size or the predictor says otherwise
+BATCH_BYTES = 64 << 20  # most bytes of a batch's inputs, unless transform_batch_size gives its rows
 MAX_LOADED_MODELS = 2  # models that a Python worker keeps loaded: the present one, and the one before it
 
 
@@ -133,8 +140,15 @@ def _values(blob: Blob, field: TensorField) -> list[Any]:
     return [bytes(value).decode() if field.kind is Kind.STRING else bytes(value) for value in values]
 
 
-Predictor: TypeAlias = Callable[[Mapping[str, Any]], list[Any]]
-"""A loaded model: a function of inputs by name, [rows, ...], that returns all outputs, tensors as arrays."""
+class Predictor(Protocol):
+    """A loaded model: a function of inputs by name, [rows, ...], that returns all outputs, tensors as arrays.
+
+    It raises MemoryError if its device has too little memory for the rows.
+    """
+
+    rows: int  # of a batch
+
+    def __call__(self, inputs: Mapping[str, Any], /) -> list[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -149,7 +163,8 @@ class Serving:
     model: Any  # Spark broadcast, or its equal on Spark Connect, of a pickled function that returns a `Predictor`
     inputs: tuple[Tensor, ...]
     added: tuple[AddedColumn, ...]
-    batch_size: int
+    batch_size: int | None = None  # None: the predictor's, with at most `BATCH_BYTES`
+    on_gpu: bool = False  # the model is loaded once for each GPU that a task has been given
     inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
     names: tuple[str, ...] = ()  # real names of the columns in their order, if the batches of `mapInArrow` have others
     groups: travel.Groups = ()  # the features as the UDF receives them; several may travel as one column
@@ -192,6 +207,10 @@ class Serving:
         """True if rows without a prediction stay, with nulls in the added columns."""
         return self.handle_invalid == "keep"
 
+    @property
+    def _cache_key(self) -> str:
+        return " ".join([self.key, *accelerators_in_task()]) if self.on_gpu else self.key
+
     def _added_to(self, batch: pa.RecordBatch, read: FeatureReader) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
         """Return the added columns of the rows of a batch that stay, and which rows these are."""
         import pyarrow as pa
@@ -202,7 +221,7 @@ class Serving:
             valid = np.flatnonzero(~read.missing(batch))
         given = batch if len(valid) == rows else batch.take(pa.array(valid))
         if len(valid):
-            parts, undecided = self._values(_loaded(self.key, self.model), read(given), len(valid))
+            parts, undecided = self._values(_loaded(self._cache_key, self.model), read(given), len(valid))
             if undecided.any():
                 if self.handle_invalid == "error":
                     wrong = int(undecided.sum())
@@ -232,11 +251,24 @@ class Serving:
     ) -> tuple[list[list[Array]], npt.NDArray[np.bool_]]:
         """Return the values of each column and part of a batch, and which rows are left out: without a prediction."""
         parts, undecided = [], []
-        for start in range(0, rows, self.batch_size):
-            inputs = {name: value[start : start + self.batch_size] for name, value in features.items()}
+        start, size = 0, min(self.batch_size or _rows_of(features, rows, predict), _fitting.get(self.key, rows))
+        while start < rows:
+            count = min(size, rows - start)
+            inputs = {name: value[start : start + count] for name, value in features.items()}
             if self.inference_fn is not None:
                 inputs = dict(self.inference_fn(inputs))
-            returned, count = predict(inputs), min(self.batch_size, rows - start)
+            try:
+                returned = predict(inputs)
+            except MemoryError as error:
+                if count == 1:
+                    raise InvalidSettingsError(
+                        f"transform_device has too little memory for the model and one row: {error}. Let fewer tasks "
+                        "share a GPU (spark.task.resource.gpu.amount), or set transform_device='cpu'"
+                    ) from error
+                size = _fitting[self.key] = count // 2
+                log.info("too little memory for %d rows; trying %d: %s", count, size, error)
+                continue
+            start += count
             outputs = [returned[at] for at in self.output_positions] if self.output_positions else returned
             for index, output in enumerate(outputs):
                 if not has_rows(output, count):
@@ -253,6 +285,13 @@ class Serving:
         return [list(each) for each in zip(*parts, strict=True)], np.concatenate(undecided)
 
 
+def gpu_of_task(count: int) -> tuple[int, str]:
+    """Return which of the `count` GPUs that this process sees a Spark task has been given; without one, lease one."""
+    names = visible_gpus(count)
+    given = [names.index(address) for address in accelerators_in_task() if address in names]
+    return (given[0], "given to the task") if given else lease_gpu(count, 0)
+
+
 def has_rows(output: Any, rows: int) -> bool:
     """Return whether what a model returned is an array with a value for each row, which a column can hold."""
     return isinstance(output, np.ndarray) and output.shape[:1] == (rows,) and output.dtype.kind != "c"
@@ -267,6 +306,14 @@ def _joined(column: AddedColumn, parts: Sequence[Array]) -> pa.Array:
     return arrow_array(column, np.concatenate(parts) if len(parts) > 1 else parts[0])
 
 
+def _rows_of(features: Mapping[str, Any], rows: int, predict: Predictor) -> int:
+    """Return the rows of a batch: the predictor's, or as many as `BATCH_BYTES` hold."""
+    total = sum(value.nbytes for value in features.values() if isinstance(value, np.ndarray))
+    return max(1, min(predict.rows, BATCH_BYTES * rows // max(1, total)))
+
+
+_fitting: dict[str, int] = {}
+"""The most rows of a batch, by key of the model, after a larger one did not fit its device's memory."""
 _lock = threading.Lock()
 _models: OrderedDict[str, Predictor] = OrderedDict()
 

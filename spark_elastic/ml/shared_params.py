@@ -370,14 +370,18 @@ class OutputParams(ElasticParams):
         to.function,
     )
     transform_batch_size, getTransformBatchSize, setTransformBatchSize = setting(
-        "rows that transform puts through the model at once. Default: 512 for PyTorch on the CPU, otherwise 4,096.",
+        "rows that transform puts through the model at once. Default: 512 for PyTorch on the CPU, otherwise 4,096; at "
+        "most 64 MiB.",
         to.whole(at_least=1),
     )
     transform_threads, getTransformThreads, setTransformThreads = setting(
         "threads of each Python worker in transform.", to.whole(at_least=1), 1
     )
     transform_device, getTransformDevice, setTransformDevice = setting(
-        "device of the model in transform: 'cpu', 'cuda', 'cuda:0', ...", to.text, "cpu"
+        "device of the model in transform: 'cpu', 'cuda:0', ...; 'cuda': the task's GPU, or one that it sees; 'auto': "
+        "the same, else the CPU.",
+        to.text,
+        "cpu",
     )
 
     def _check_together(self) -> None:

@@ -193,7 +193,7 @@ def _check_device(link: WorkerLink) -> None:
     from spark_elastic.collective.gpu.devices import choose_device, device_info
 
     try:
-        choose_device(device, device_info(), local_rank=0)
+        choose_device(device, device_info(), lambda gpus: (0, "checked alone"))
     except InvalidSettingsError as error:
         _fail(link, error, error)
 

@@ -15,6 +15,8 @@ from torch.autograd import Function
 
 from spark_elastic.collective import operations as collectives
 from spark_elastic.collective.gpu.devices import choose_device, device_info, device_setting
+from spark_elastic.collective.gpu.leases import lease_gpu
+from spark_elastic.collective.gpu.nccl import warm_up
 from spark_elastic.collective.objects import broadcast_tensors
 from spark_elastic.collective.operations import is_provisional
 from spark_elastic.collective.operators import (
@@ -26,7 +28,7 @@ from spark_elastic.collective.operators import (
     reduce_compressed,
     resolve_op,
 )
-from spark_elastic.collective.process import local_rank
+from spark_elastic.collective.process import local_rank, process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.errors import UsageError
 
@@ -250,8 +252,8 @@ log = logging.getLogger("spark_elastic.torch")
 def device(asked: str | None = None) -> torch.device:
     """Return the device for the model and its batches; if it is a GPU, make it the current one of this process.
 
-    Call this once, before the elastic loop, and keep the result: if workers see GPUs of other workers too, it depends
-    on the local rank, which changes with the world.
+    Of several GPUs, which a worker sees if Spark assigns none, it leases one, and keeps it until its process ends. Call
+    this before the elastic loop: a newcomer then loads what a GPU needs while the others still train.
 
     Args:
         asked: "auto", "cpu", "cuda" or "cuda:N"; by default the `device` of `spark_elastic.run`, or "auto".
@@ -260,11 +262,16 @@ def device(asked: str | None = None) -> torch.device:
         InvalidSettingsError: there is no such device here; the message has the remedy.
         NotInitializedError: `init` has not been called.
     """
-    chosen = choose_device(device_setting() if asked is None else asked, device_info(), local_rank())
+    rank = local_rank()
+    chosen = choose_device(
+        device_setting() if asked is None else asked, device_info(), lambda gpus: lease_gpu(gpus, rank)
+    )
     log.info("this worker computes on %s: %s", chosen.device, chosen.reason)
     found = torch.device(chosen.device)
     if found.type == "cuda":
         torch.cuda.set_device(found)
+        if process.is_newcomer:  # no other worker waits for it yet
+            warm_up(found)
     return found
 
 

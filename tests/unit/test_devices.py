@@ -4,6 +4,7 @@ import pytest
 
 from spark_elastic.collective.gpu.devices import DeviceInfo, MemberDevice, choose_backend, choose_device
 from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.jobs.start import gpus_in_words
 from spark_elastic.task.worker_process import worker_environment
 from spark_elastic.wire.messages import LaunchSpec
 
@@ -28,8 +29,8 @@ FOUR = DeviceInfo("2.7.0", "12.6", 4)
         ("cuda:1", FOUR, 3, "cuda:1"),
     ],
 )
-def test_a_worker_takes_its_own_gpu_or_that_of_its_local_rank(asked, seen, local_rank, device):
-    assert choose_device(asked, seen, local_rank).device == device
+def test_a_worker_takes_its_own_gpu_or_leases_one(asked, seen, local_rank, device):
+    assert choose_device(asked, seen, lambda gpus: (local_rank % gpus, "leased")).device == device
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_a_worker_takes_its_own_gpu_or_that_of_its_local_rank(asked, seen, local
 )
 def test_a_device_that_is_not_there_is_an_error_with_a_remedy(asked, seen, says):
     with pytest.raises(InvalidSettingsError) as raised:
-        choose_device(asked, seen, 0)
+        choose_device(asked, seen, lambda gpus: (0, "leased"))
     assert says in str(raised.value)
     if asked != "gpu":
         assert "spark.task.resource.gpu.amount" in str(raised.value)
@@ -80,3 +81,20 @@ def test_a_job_on_cpus_hides_the_gpus_from_its_workers_and_one_task_sees_its_own
     assert made["SPARK_ELASTIC_DEVICE"] == "auto"
     assert made["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert "CUDA_VISIBLE_DEVICES" not in worker_environment(spec, {}, [], 1, [])
+
+
+@pytest.mark.parametrize(
+    ("amount", "says"),
+    [
+        (None, ""),
+        ("1", ""),
+        ("1.0", ""),
+        ("0", ""),
+        ("many", ""),
+        ("2", "spark.task.resource.gpu.amount=2, and a worker computes on one GPU"),
+        ("0.25", "workers that share a GPU reduce gradients through the hosts' memory"),
+    ],
+)
+def test_a_job_whose_tasks_have_not_one_gpu_each_says_what_follows(amount, says):
+    assert says in gpus_in_words(amount)
+    assert bool(says) == bool(gpus_in_words(amount))

@@ -26,6 +26,8 @@ STALL_TIMEOUT_S = 7200.0
 class WorldLink:
     """A `WorkerLink` over a connection to a `WorldDriver`."""
 
+    restarts_world = False
+
     def __init__(self, connection: Connection, worker: int) -> None:
         self.worker = worker
         self.version: StateVersion | None = None

@@ -1,1 +1,1 @@
-"""The devices of a world: `devices` chooses a worker's, `nccl` reduces tensors that are on GPUs."""
+"""The devices of a world: `devices` and `leases` choose a worker's, `nccl` reduces tensors that are on GPUs."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,13 +64,13 @@ def device_setting() -> str:
     return os.environ.get(DEVICE_SETTING, "auto")
 
 
-def choose_device(asked: str | None, seen: DeviceInfo, local_rank: int) -> Choice:
+def choose_device(asked: str | None, seen: DeviceInfo, lease: Callable[[int], tuple[int, str]]) -> Choice:
     """Choose the device that a worker computes on.
 
     Args:
         asked: "auto" or None, "cpu", "cuda", "cuda:N", or another name that torch knows.
         seen: the devices in this process.
-        local_rank: selects the GPU if the worker sees several because Spark does not assign them.
+        lease: chooses among several GPUs, which a worker sees if Spark assigns none; see `leases.lease_gpu`.
 
     Raises:
         InvalidSettingsError: there is no such device here; the message has the remedy.
@@ -78,7 +78,7 @@ def choose_device(asked: str | None, seen: DeviceInfo, local_rank: int) -> Choic
     if asked in (None, "auto"):
         if not seen.gpus:
             return Choice("cpu", f"torch {seen.torch} sees no GPU" if seen.cuda else f"torch {seen.torch} has no CUDA")
-        return _gpu_of_rank(seen, local_rank)
+        return _one_of(seen, lease)
     assert asked is not None
     found = re.fullmatch(r"cuda(?::(\d+))?", asked)
     if found is None:
@@ -93,16 +93,17 @@ def choose_device(asked: str | None, seen: DeviceInfo, local_rank: int) -> Choic
             f"CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); {_REMEDY}"
         )
     if found.group(1) is None:
-        return _gpu_of_rank(seen, local_rank)
+        return _one_of(seen, lease)
     if int(found.group(1)) >= seen.gpus:
         raise InvalidSettingsError(f"device={asked!r}, but torch sees {seen.gpus} GPUs in this worker; {_REMEDY}")
     return Choice(asked, "it was asked for")
 
 
-def _gpu_of_rank(seen: DeviceInfo, local_rank: int) -> Choice:
+def _one_of(seen: DeviceInfo, lease: Callable[[int], tuple[int, str]]) -> Choice:
     if seen.gpus == 1:
         return Choice("cuda:0", "the only GPU that this worker sees")
-    return Choice(f"cuda:{local_rank % seen.gpus}", f"by local rank, of {seen.gpus} GPUs that this worker sees")
+    number, reason = lease(seen.gpus)
+    return Choice(f"cuda:{number}", reason)
 
 
 def choose_backend(members: Sequence[MemberDevice], wanted: str) -> Choice:

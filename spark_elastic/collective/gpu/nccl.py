@@ -43,6 +43,7 @@ _failures: list[str] = []
 """NCCL's failures in this process since it last succeeded. A peer that is gone is one failure, and the next world
 continues; where NCCL cannot work at all, each world would end with one."""
 _warned: set[str] = set()
+_warm: set[torch.device] = set()
 _kept_in_child: list[Any] = []
 
 
@@ -55,8 +56,26 @@ class CudaRuntime:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _BACKEND_TIMEOUT
         pg = dist.ProcessGroupNCCL(store, rank, size, options)
-        pg.eager_connect_single_device(device)
+        try:
+            pg.eager_connect_single_device(device)
+        except BaseException:
+            _abort(pg)  # its destructor would destroy the communicator, and NCCL 2.31 hangs if another member aborts
+            raise
         return pg
+
+    def reduce_once(self, pg: Any, device: torch.device) -> None:
+        """Do a tiny reduction with all members, and wait for it. An abort of the group from another thread ends it."""
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            pg.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions()).wait()
+            torch.cuda.current_stream(device).synchronize()
+
+    def load(self, device: torch.device) -> None:
+        """Create CUDA's context, and load what the products of matrices and pinned memory need."""
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            matrix = torch.ones((16, 16), dtype=dtype, device=device)
+            torch.mm(matrix, matrix)
+        torch.empty(1, pin_memory=True)
+        torch.cuda.synchronize(device)
 
     def mark(self, device: torch.device) -> Any:
         """Return an event behind all work on the device's current stream; its `query()` is True once that is done."""
@@ -166,8 +185,15 @@ class NcclReductions:
         with self._lock:
             late = self._cut
             self._pg = None if late else pg
-        if late and pg is not None:
+        if pg is not None and late:
             _abort(pg)
+        elif pg is not None:
+            # CUDA loads NCCL's kernels at the first collective, and waits until the GPU is idle: here and not in the
+            # thread that trains, and after `_pg` is set, so that a cut ends it
+            try:
+                self._runtime.reduce_once(pg, self._device)
+            except BaseException as error:
+                self._failure = error
         self._connected.set()
 
     # --- reducing ---------------------------------------------------------------------------------
@@ -263,6 +289,29 @@ def _failure_of(work: Any) -> BaseException | None:
     except Exception as error:
         found = error
     return found if isinstance(found, BaseException) and "nccl" in str(found).lower() else None
+
+
+def warm_up(device: torch.device) -> None:
+    """Load into this process what its first step on a GPU needs: CUDA, the products of matrices, and NCCL.
+
+    This takes seconds, for which the others would wait if a newcomer did it in their world. Repeats do nothing.
+    """
+    if device in _warm:
+        return
+    _warm.add(device)
+    began, runtime = clock.monotonic(), CudaRuntime()
+    try:
+        runtime.load(device)
+        if dist.is_nccl_available() and reduction_setting() != GLOO:
+            alone = runtime.connect(dist.HashStore(), 0, 1, device)  # type: ignore[attr-defined, unused-ignore]
+            try:
+                runtime.reduce_once(alone, device)
+            finally:
+                _abort(alone)
+    except RuntimeError as error:  # the first step shows whether it matters
+        log.info("the GPU was not prepared before joining: %s", error)
+    else:
+        log.info("the GPU was prepared in %.1f s, before joining", clock.monotonic() - began)
 
 
 def _abort(pg: Any) -> None:

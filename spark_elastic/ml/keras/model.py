@@ -15,7 +15,7 @@ from spark_elastic.ml.keras.pickling import KerasPickle
 from spark_elastic.ml.keras.tensorflow_setup import check_backend, device_name, prefer_backend, set_threads, use_gpus
 from spark_elastic.ml.model import ElasticModel, Fitted
 from spark_elastic.ml.persistence import Codec, ElasticReader, SavedParts
-from spark_elastic.ml.serving import Predictor
+from spark_elastic.ml.serving import ROWS, Predictor, gpu_of_task
 from spark_elastic.runs.trust import TRUST, is_trusted
 
 _ARCHIVE = "model.keras"
@@ -126,8 +126,13 @@ def _load_predictor(model: KerasPickle, transform_device: str, threads: int) -> 
     prefer_backend()
     import tensorflow as tf
 
-    device = device_name(transform_device)
-    use_gpus([] if device.startswith("/CPU") else tf.config.list_physical_devices("GPU"))
+    gpus = [] if transform_device.lower().startswith("cpu") else tf.config.list_physical_devices("GPU")
+    if transform_device == "auto" and not gpus:
+        transform_device = "cpu"
+    device = device_name("gpu" if transform_device == "auto" else transform_device)
+    if ":" not in transform_device and len(gpus) > 1:  # the one that is left is number 0
+        gpus = [gpus[gpu_of_task(len(gpus))[0]]]
+    use_gpus(gpus)
     set_threads(threads)
     try:
         with tf.device(device):
@@ -141,6 +146,8 @@ def _load_predictor(model: KerasPickle, transform_device: str, threads: int) -> 
 
 class KerasPredictor:
     """Calls a model with arrays by name; returns arrays or None. Traced once for all rows of one type and shape."""
+
+    rows = ROWS
 
     def __init__(self, model: Any, device: str = "/CPU:0") -> None:
         self._model = model
@@ -158,8 +165,11 @@ class KerasPredictor:
         key = tuple((each.dtype.str, each.shape[1:]) for each in arrays)
         if key not in self._traces:
             self._traces[key] = self._trace(arrays)
-        with tf.device(self._device):
-            return [None if each is None else each.numpy() for each in self._traces[key](*map(tf.constant, arrays))]
+        try:
+            with tf.device(self._device):
+                return [None if each is None else each.numpy() for each in self._traces[key](*map(tf.constant, arrays))]
+        except tf.errors.ResourceExhaustedError as error:
+            raise MemoryError(str(error).partition("\n")[0]) from None
 
     def _trace(self, arrays: list[npt.NDArray[Any]]) -> Any:
         import keras

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from spark_elastic.collective.gpu.leases import lease_gpu
 from spark_elastic.errors import InvalidSettingsError, MissingExtraError
 
 log = logging.getLogger("spark_elastic.ml")
@@ -61,7 +62,7 @@ def set_threads(count: int) -> None:
 def choose_device(asked: str | None, local_rank: int) -> None:
     """Make one device visible to TensorFlow in a worker, or raise InvalidSettingsError if there is no such device.
 
-    None and "auto" stand for the GPU of the local rank, or the CPU where there is no GPU.
+    None and "auto" stand for a GPU, or the CPU where there is none. Of several, one is leased; see `lease_gpu`.
     """
     import tensorflow as tf
 
@@ -73,7 +74,8 @@ def choose_device(asked: str | None, local_rank: int) -> None:
     if name.startswith("/CPU"):
         chosen = []
     else:
-        number = int(name.rpartition(":")[2]) if asked and ":" in asked else local_rank % max(1, len(gpus))
+        given = asked is not None and ":" in asked
+        number = int(name.rpartition(":")[2]) if given or len(gpus) < 2 else lease_gpu(len(gpus), local_rank)[0]
         if number >= len(gpus):
             raise InvalidSettingsError(
                 f"device={asked!r}, but TensorFlow sees {len(gpus)} GPUs in this worker; let Spark assign GPUs "

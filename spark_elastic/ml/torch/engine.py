@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from spark_elastic.ml.params import as_list
 from spark_elastic.ml.preparation import LABEL, WEIGHT
 from spark_elastic.ml.torch.fidelity import hooks_of
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
-from spark_elastic.ml.torch.model_step import ForwardResult, StepPosition, TorchBatch
+from spark_elastic.ml.torch.model_step import ForwardResult, ModelStep, StepPosition, TorchBatch
 from spark_elastic.ml.torch.objective import BatchMaker, Objective
 from spark_elastic.ml.torch.serialization import load_state, state_of, weights_to_bytes
 from spark_elastic.ml.torch.spec import MODEL_FILE, LearningRateSchedule, TorchTraining, build_optimizer
@@ -45,6 +46,7 @@ class TorchEngine(Engine):
         self._device = hvd.device(training.device)
         best = round_trip(training.model).to(self._device).requires_grad_(False) if keeps_best else None
         model = training.model.to(self._device)
+        self._uncompile = compile_model(training, model)
         if training.sync_batch_norm:
             SyncBatchNorm.convert_sync_batchnorm(model)
             for layer in model.modules():
@@ -53,6 +55,9 @@ class TorchEngine(Engine):
         optimizer = build_optimizer(training.optimizer, model)
         self.schedule = LearningRateSchedule(training, optimizer)
         self._hooks = GradientHooks(model)
+        self.scaler = torch.amp.GradScaler(self._device.type) if training.amp == "fp16" else None
+        if self.scaler is not None:  # creates its scale, which a worker without rows in its first batch needs as well
+            self.scaler.scale(torch.zeros((), device=self._device))
         self._objective = objective_of(training, self._device)
         metrics = TorchMetricAccumulator(self._objective, training.metrics, training.logged)
         self._maker = BatchMaker(training, self._device)
@@ -147,15 +152,18 @@ class TorchEngine(Engine):
                 pieces.append(metrics.measure(result, parts[number - without].rows, numbers))
             if number < passes - 1:
                 with without_rows() if number < without else nullcontext():
-                    share.backward()  # type: ignore[no-untyped-call]
+                    self._backward(share)
         self._own_loss = metrics.non_finite_loss(numbers.numpy())
         self.optimizer.attach_scalars(numbers)
         all_pieces = gather_pieces(pieces) if metrics.gathers else ()
         if share is not None:
             with nullcontext() if parts else without_rows():
-                share.backward()  # type: ignore[no-untyped-call]
+                self._backward(share)
         self.optimizer.synchronize()
         return numbers, all_pieces
+
+    def _backward(self, share: torch.Tensor) -> None:
+        (share if self.scaler is None else self.scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
 
     def _forward(self, parts: Sequence[TorchBatch], number: int) -> ForwardResult:
         """Run the forward pass of a part; below 0, of the first row without counting it."""
@@ -173,12 +181,18 @@ class TorchEngine(Engine):
             for param in self._params:
                 if param.grad is not None:
                     param.grad.mul_(scale)
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
         self._hooks.call()
         clip_gradients(self._params, training.gradient_clip_norm, training.gradient_clip_value)
         self.updating = True
         # the gradients are reduced, also those of an exact training, whose optimizer is the user's
         with getattr(self.optimizer, "skip_synchronize", nullcontext)():
-            self.optimizer.step()
+            if self.scaler is None:
+                self.optimizer.step()
+            else:  # without a step if a gradient is not finite, which all workers see alike
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
         self.updating = False
 
     def _seed(self, epoch: int, position: int) -> None:
@@ -241,6 +255,7 @@ class TorchEngine(Engine):
             "model": state_of(self.model),
             "optimizer": detached(self.optimizer.state_dict(), "the optimizer"),
             "scheduler": None if scheduler is None else detached(scheduler.state_dict(), "the lr_scheduler"),
+            "scaler": None if self.scaler is None else detached(self.scaler.state_dict(), "the GradScaler"),
             "best": None if best is None or at.best_epoch is None else state_of(best, "the best model"),
             "pieces": detached(at.pieces, "the metrics"),
             "val_pieces": detached(at.val_pieces, "the metrics"),
@@ -261,13 +276,34 @@ class TorchEngine(Engine):
         self.optimizer.load_state_dict(tensors["optimizer"])
         if self.schedule.scheduler is not None and tensors["scheduler"] is not None:
             self.schedule.scheduler.load_state_dict(tensors["scheduler"])
+        if self.scaler is not None and tensors.get("scaler") is not None:
+            self.scaler.load_state_dict(tensors["scaler"])
         if self.best is not None and tensors["best"] is not None:
             load_state(self.best, tensors["best"])
         return tensors["pieces"], tensors["val_pieces"]
 
     def close(self) -> None:
         self._hooks.put_back()
+        self._uncompile()
+        self._uncompile = lambda: None
         self.optimizer.detach()  # the model may be trained again in this process
+
+
+def compile_model(training: TorchTraining, model: torch.nn.Module) -> Callable[[], object]:
+    """Compile the model in place, if that is asked for; return a function that undoes it.
+
+    Its class and the names in its state_dict stay the same. `Module.compile` would not do: it compiles nothing of a
+    torch.nn.Sequential of torch's own layers.
+    """
+    if not training.compile:
+        return lambda: None
+    module = training.train_fn.compiled(model) if isinstance(training.train_fn, ModelStep) else model
+    undo = partial(setattr, module, "forward", module.forward)
+    if "forward" not in vars(module):
+        undo = partial(delattr, module, "forward")
+    backend: Any = {} if training.compile is True else {"backend": training.compile}
+    module.forward = torch.compile(module.forward, **backend)
+    return undo
 
 
 @contextmanager
@@ -352,4 +388,15 @@ def objective_of(training: TorchTraining, device: torch.device | None = None) ->
         weighted=WEIGHT in names,
         loss_weights=training.loss_weights,
         paired=training.paired,
+        precision=_precision(training.amp, device),
     )
+
+
+def _precision(amp: str | None, device: torch.device | None) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what makes the context of a forward pass and its losses; without a device, of a dry run, full precision.
+
+    A dry run compares losses, closer than half precision allows.
+    """
+    if amp is None or device is None:
+        return nullcontext
+    return partial(torch.autocast, device.type, torch.float16 if amp == "fp16" else torch.bfloat16)

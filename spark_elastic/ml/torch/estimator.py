@@ -22,7 +22,11 @@ from spark_elastic.ml.torch import lightning, serialization, transformers
 from spark_elastic.ml.torch.fit import TorchFit
 from spark_elastic.ml.torch.model import ElasticTorchModel
 from spark_elastic.ml.torch.model_step import model_step_of
-from spark_elastic.settings import meant_device
+from spark_elastic.settings import accepting, meant_device
+
+
+def _is_compiler(value: object) -> bool:
+    return isinstance(value, bool) or (isinstance(value, str) and value != "")
 
 
 class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
@@ -69,6 +73,15 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         "column of the history that a scheduler such as ReduceLROnPlateau follows. Default: 'val_loss', or 'loss'.",
         to.text,
     )
+    amp, getAmp, setAmp = setting(
+        "mixed precision by torch.autocast: 'bf16', or 'fp16' with a GradScaler. Default: none.",
+        to.one_of("bf16", "fp16"),
+    )
+    compile, getCompile, setCompile = setting(
+        "compile the model by torch.compile in each worker: True, or the name of a backend.",
+        accepting("True, False or the name of a backend of torch.compile", _is_compiler, lambda value: value),
+        default=False,
+    )
     virtual_workers, getVirtualWorkers, setVirtualWorkers = setting(
         "with consistency='exact': the shards that each batch is cut into, whatever the number of workers, each with "
         "its own random numbers and batch normalisation. Default: max_num_proc, or num_proc.",
@@ -104,6 +117,8 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         scheduler_monitor: str | None = None,
         shuffle: bool = True,
         seed: int = 0,
+        amp: Literal["bf16", "fp16"] | None = None,
+        compile: bool | str = False,
         consistency: shared.Consistency = "trajectory",
         virtual_workers: int | None = None,
         generators: Sequence[Any] | None = None,
@@ -226,10 +241,12 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         for name, neutral, advice in (
             ("per_worker_batch_size", None, "set batch_size, the rows of all workers together"),
             ("gradient_compression", "none", "leave gradients as they are"),
+            ("amp", None, "train in full precision"),
+            ("compile", False, "leave it out"),
         ):
             if self._given(name) != neutral:
                 raise InvalidSettingsError(
-                    f"{name}={self._given(name)!r} makes the result depend on the number of workers, which "
+                    f"{name}={self._given(name)!r} may make the result depend on the number of workers, which "
                     f"consistency='exact' rules out; {advice}"
                 )
         if self.isSet("sync_batch_norm") and self._given("sync_batch_norm"):

@@ -25,7 +25,7 @@ from spark_elastic.runs.trust import trusted_files
 class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
     """One fit of a `torch.nn.Module`."""
 
-    deciding = (*FitRun.deciding, "train_fn", "lr_scheduler", "scheduler_interval", "scheduler_monitor")
+    deciding = (*FitRun.deciding, "train_fn", "lr_scheduler", "scheduler_interval", "scheduler_monitor", "amp")
     train_fn = staticmethod(train)
     dry_run_fn = staticmethod(dry_run)
 
@@ -113,7 +113,10 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
         super().dry_run()
 
     def make_training(self, store: Store, resume_from: str | None = None) -> TorchTraining:
-        same = ("model", "optimizer", "loss", "loss_weights", "train_fn", "lr_scheduler", "scheduler_interval")
+        same = (
+            *("model", "optimizer", "loss", "loss_weights", "train_fn", "lr_scheduler", "scheduler_interval"),
+            *("amp", "compile"),
+        )
         settings = {
             **self.common_settings(store, resume_from),
             "metrics": self.given("metrics") or {},

@@ -139,7 +139,7 @@ class LightningStep(ModelStep):
 
     decides = (
         *("optimizer", "lr_scheduler", "scheduler_interval", "scheduler_monitor"),
-        *("loss", "loss_weights", "metrics"),
+        *("loss", "loss_weights", "metrics", "compile"),
     )
     makes_optimizer = True
     name = "the LightningModule"

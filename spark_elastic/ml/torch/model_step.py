@@ -115,6 +115,10 @@ class ModelStep(ABC):
         """Return settings of `TorchTraining` that follow from the model and the number of steps, if that is fixed."""
         return {}
 
+    def compiled(self, model: Any) -> torch.nn.Module:
+        """Return the module to compile, which the step calls."""
+        return model  # type: ignore[no-any-return]
+
     def prepare(self, model: Any, position: StepPosition) -> None:  # noqa: B027 (does nothing unless a step overrides it)
         """Prepare for the calls of one step, in training mode, or of one batch of a validation, in eval mode."""
 

@@ -13,6 +13,8 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -200,8 +202,10 @@ class Objective:
         weighted: bool,
         loss_weights: Sequence[float] | None = None,
         paired: bool | None = None,
+        precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._train_fn = train_fn
+        self._precision = precision
         self.paired = paired  # `train_fn` returns (numerator, denominator); None: as each result looks
         self._step = train_fn if isinstance(train_fn, ModelStep) else None
         self._frozen: list[torch.nn.Module] = []  # submodules that are in eval mode in a model in training mode
@@ -244,12 +248,22 @@ class Objective:
             self._step.prepare(model, position)
 
     def forward(self, model: torch.nn.Module, batch: TorchBatch) -> ForwardResult:
-        """Run the forward pass and the losses; raise DataError if outputs and losses do not match."""
+        """Run the forward pass and the losses; raise DataError if outputs and losses do not match.
+
+        Outputs in half precision become float32, for the losses and metrics.
+        """
+        if self._precision is nullcontext:
+            return self._forward(model, batch)
+        with self._precision():
+            result = self._forward(model, batch)
+            return replace(result, outputs=tuple(map(_full, result.outputs)))
+
+    def _forward(self, model: torch.nn.Module, batch: TorchBatch) -> ForwardResult:
         if self._step is not None:
             return self._step(model, batch)
         if self._train_fn is not None:
             return self._forward_by_train_fn(self._train_fn, model, batch)
-        outputs = outputs_of(model(*batch.inputs))
+        outputs = tuple(map(_full, outputs_of(model(*batch.inputs))))
         if len(outputs) < len(self.terms):
             raise DataError(f"the model has {len(outputs)} outputs and there are {len(self.terms)} losses")
         pairs = []
@@ -331,6 +345,11 @@ class Objective:
         each = [value / count if count else float("nan") for value, count in zip(sums, counts, strict=True)]
         total = sum(weight * value for weight, value in zip(self.weights, each, strict=True))
         return {"loss": total, **({f"loss_{at}": value for at, value in enumerate(each)} if len(each) > 1 else {})}
+
+
+def _full(output: Any) -> Any:
+    half = isinstance(output, torch.Tensor) and output.dtype in (torch.float16, torch.bfloat16)
+    return output.float() if half and torch.is_autocast_enabled(output.device.type) else output
 
 
 def like(label: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -55,6 +55,8 @@ class TorchTraining(Training):
     logged: Mapping[LoggedName, Any] = field(default_factory=dict)
     paired: bool | None = None  # train_fn returns (numerator, denominator), not (loss, outputs); None: not known yet
     virtual_workers: int | None = None  # None: the workers share each batch
+    amp: str | None = None
+    compile: bool | str = False
     generators: Sequence[Any] = ()
     config: Mapping[str, Any] = field(default_factory=global_config)
 

@@ -7,9 +7,11 @@ from functools import partial
 import torch
 
 import spark_elastic.torch as hvd
+from spark_elastic.collective.process import process
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.torch.engine import TorchEngine
 from spark_elastic.ml.torch.exact import ExactTorchEngine
+from spark_elastic.ml.torch.rehearsal import rehearse
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.saving import CallbackStates
 from spark_elastic.ml.training.spec import TrainingResult
@@ -22,6 +24,9 @@ def train(training: TorchTraining) -> TrainingResult:
     for name, value in training.config.items():
         getattr(torch, f"set_{name}")(value)
     hvd.init()
+    device = hvd.device(training.device)
+    if process.is_newcomer and (device.type == "cuda" or training.compile):
+        rehearse(training, device, workers=hvd.size())
     return assemble(training).run()
 
 
@@ -31,4 +36,5 @@ def assemble(training: TorchTraining) -> Trainer:
     kind = TorchEngine if training.virtual_workers is None else ExactTorchEngine
     engine = kind(training, any(callback.restores_best for callback in callbacks))
     states, steps = CallbackStates(callbacks), partial(TorchOptimizerSteps, observes_parameters=False)
-    return Trainer(training, engine, callbacks, states, handler_for, steps, scheduler=engine.schedule.scheduler)
+    values = {"scheduler": engine.schedule.scheduler, **({} if engine.scaler is None else {"scaler": engine.scaler})}
+    return Trainer(training, engine, callbacks, states, handler_for, steps, **values)

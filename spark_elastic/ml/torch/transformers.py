@@ -42,6 +42,9 @@ class ModelLoss(ModelStep):
         self._labels, self._shifted, self._classes = tuple(labels), shifted, classes
         self.label_dtype = INTEGER if classes else None
 
+    def compiled(self, model: NamedInputs) -> torch.nn.Module:
+        return model.model
+
     def _count(self, batch: TorchBatch) -> float:
         """Return the labels that count, in rows, so that gradients are scaled by little."""
         label = batch.labels[0]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import ArrayType, DoubleType, StructField, StructType
 
 from spark_elastic.data.manifest import TensorField
-from spark_elastic.errors import DataError
+from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.ml import serving as serving_module
 from spark_elastic.ml.added_columns import (
     AddedColumn,
     OutputShape,
@@ -24,7 +27,8 @@ from spark_elastic.ml.added_columns import (
     raw_prediction,
     spark_type,
 )
-from spark_elastic.ml.serving import FeatureReader, Serving, tensors_for
+from spark_elastic.ml.serving import FeatureReader, Serving, gpu_of_task, tensors_for
+from spark_elastic.ml.torch.model import _load_predictor
 
 SCHEMA = StructType([StructField("a", DoubleType()), StructField("v", ArrayType(DoubleType()))])
 JOINED = TensorField("features_0", ("a", "v"), "<f4", (3,))
@@ -197,3 +201,109 @@ def test_the_arrow_type_is_the_one_that_spark_expects_for_the_column(dtype: str,
 def test_output_with_another_number_of_axes_than_in_fit_is_refused() -> None:
     with pytest.raises(DataError, match=r"has shape \[5, 2\] here; when it was fitted, a row had shape \[\]"):
         column("<f4", ()).values([np.zeros((5, 2))])
+
+
+# --- rows of a batch, memory, and GPUs ------------------------------------------------------------------
+
+
+@dataclass
+class Limited:
+    """A "model" with memory for a few rows, that remembers the rows of each call."""
+
+    most: int
+    calls: list[int] = field(default_factory=list)
+    rows: int = 4
+
+    def load(self) -> Any:
+        return self
+
+    def __call__(self, inputs: Mapping[str, Any]) -> list[Any]:
+        features = inputs["features_0"]
+        self.calls.append(len(features))
+        if len(features) > self.most:
+            raise MemoryError(f"CUDA out of memory for {len(features)} rows")
+        return [features.sum(axis=1)]
+
+
+MODELS: dict[str, Limited] = {}
+
+
+def known(name: str) -> Limited:
+    return MODELS[name]
+
+
+def limited(name: str, model: Limited, **more: Any) -> Serving:
+    MODELS[name] = model
+    payload = Broadcast(cloudpickle.dumps(partial(known, name)))
+    added = (AddedColumn("sum", "raw", 0, "", OutputShape("<f4", ())),)
+    return Serving(name, payload, tensors_for(SCHEMA, [JOINED], {}), added, **more)
+
+
+def sums(work: Serving, rows: int) -> Any:
+    (made,) = work([batch(range(rows), [[0, 1]] * rows)])
+    return made.column("sum").to_pylist()
+
+
+def test_rows_that_do_not_fit_memory_are_halved_and_none_is_left_out() -> None:
+    model = Limited(most=3)
+    assert sums(limited("few", model, batch_size=13), 14) == [1.0 + row for row in range(14)]
+    assert model.calls == [13, 6, *[3] * 4, 2]
+    model.calls.clear()
+    sums(limited("few", model, batch_size=13), 4)  # a later partition begins with what fitted
+    assert model.calls == [3, 1]
+
+
+def test_a_row_that_does_not_fit_memory_alone_is_an_error_with_remedies() -> None:
+    with pytest.raises(InvalidSettingsError, match=r"out of memory for 1 rows.*transform_device='cpu'"):
+        sums(limited("none", Limited(most=0)), 2)
+
+
+def test_a_batch_has_the_predictors_rows_unless_they_are_too_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Limited(most=100)
+    sums(limited("plain", model), 10)
+    monkeypatch.setattr(serving_module, "BATCH_BYTES", 3 * 3 * 4 + 1)  # of three values of float32
+    sums(limited("wide", model), 7)
+    sums(limited("given", model, batch_size=6), 7)
+    assert model.calls == [4, 4, 2, 3, 3, 1, 6, 1]
+
+
+def test_a_model_is_loaded_once_for_each_gpu_that_a_task_is_given(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(serving_module, "accelerators_in_task", lambda: tuple(given))
+    for on_gpu, loads in ((True, 2), (False, 1)):
+        log = tmp_path / f"{on_gpu}"
+        for addresses in (["0"], ["1"], ["1"]):
+            given[:] = addresses
+            list(serving(log, f"gpu {on_gpu}", on_gpu=on_gpu)([batch([1], [[1, 1]])]))
+        assert log.read_text().split() == ["loaded"] * loads
+
+
+@pytest.mark.parametrize(
+    ("given", "visible", "number"), [(("2",), None, 2), (("2",), "5,2", 1), (("GPU-7",), "GPU-8,GPU-7", 1)]
+)
+def test_transform_uses_the_gpu_that_spark_has_given_the_task(
+    given: Any, visible: Any, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving_module, "accelerators_in_task", lambda: given)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_of_task(2 if visible else 4) == (number, "given to the task")
+
+
+def test_auto_is_the_cpu_without_a_gpu_and_no_memory_is_a_memory_error() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    module = torch.nn.Linear(2, 1)
+    predictor = _load_predictor(module, "auto", 1)
+    assert predictor.rows == 512
+    rows = np.ones((3, 2), np.float32)
+    assert predictor({"features_0": rows})[0].tolist() == module(torch.from_numpy(rows)).tolist()
+    module.forward = forward  # type: ignore[assignment]
+    with pytest.raises(MemoryError, match="Tried to allocate 2"):
+        predictor({"features_0": rows})
+    with pytest.raises(InvalidSettingsError, match="transform_device='cuda' cannot be used on this executor"):
+        _load_predictor(module, "cuda", 1)

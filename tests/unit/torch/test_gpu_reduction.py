@@ -20,6 +20,7 @@ from spark_elastic.collective.gpu.devices import DeviceInfo, MemberDevice
 from spark_elastic.collective.gpu.nccl import NcclReductions
 from spark_elastic.collective.process import process
 from spark_elastic.errors import HorovodInternalError
+from spark_elastic.torch import operations
 from tests.unit.world_link import die, link
 from tests.unit.worlds import WorldDriver
 
@@ -77,6 +78,9 @@ class Runtime:
         made = Pg(ProcessGroupGloo(store, rank, size, options))
         Runtime.connected += 1
         return made
+
+    def reduce_once(self, pg, device):
+        pg.allreduce([torch.zeros(1)], dist.AllreduceOptions())._work.wait()
 
     def mark(self, device):
         return Event(Runtime.waited_for)
@@ -210,6 +214,9 @@ class Stub:
     def connect(self, store, rank, size, device):
         return self
 
+    def reduce_once(self, pg, device):
+        pass
+
     def allreduce(self, tensors, options):
         return self.work
 
@@ -341,3 +348,159 @@ def test_a_cut_while_connecting_returns_at_once_and_a_late_communicator_is_abort
     assert not stub.aborted.is_set()
     go.set()
     assert stub.aborted.wait(10)
+
+
+def test_a_cut_during_the_first_reduction_ends_it_by_an_abort():
+    class Waiting(Stub):
+        def reduce_once(self, pg, device):
+            entered.set()
+            assert pg.aborted.wait(10)
+            raise RuntimeError("aborted")
+
+    here, entered = Round(), threading.Event()
+    communicator = NcclReductions(here, lambda: None)
+    communicator._runtime = stub = Waiting(Never())
+
+    def cut():
+        entered.wait(10)
+        here.why = "a worker was lost"
+        communicator.cut()
+
+    cutting = threading.Thread(target=cut)
+    cutting.start()
+    with pytest.raises(HorovodInternalError, match="a worker was lost"):
+        communicator.connect(torch.device("cuda", 0))
+    cutting.join()
+    assert stub.aborted.wait(10)
+
+
+def test_nccl_does_not_connect_if_its_first_reduction_fails():
+    class Failing(Stub):
+        def reduce_once(self, pg, device):
+            raise RuntimeError("ncclUnhandledCudaError")
+
+    communicator = NcclReductions(Round(), lambda: None)
+    communicator._runtime = Failing(None)
+    with pytest.raises(RuntimeError, match="NCCL does not connect: ncclUnhandledCudaError"):
+        communicator.connect(torch.device("cuda", 0))
+
+
+class NcclWorld:
+    """The communicators of a world as NCCL 2.31 ends them: an abort returns once all members have begun to abort."""
+
+    def __init__(self, size):
+        self.ways: list[str] = []
+        self.all_abort = threading.Barrier(size + 1)  # with the test
+
+
+class ProcessGroup:
+    """In place of `dist.ProcessGroupNCCL`; its store is the world. What was not aborted is destroyed."""
+
+    class Options:
+        pass
+
+    late = threading.Event()
+
+    def __init__(self, store, rank, size, options):
+        self.world, self.rank, self.aborted = store, rank, False
+
+    def eager_connect_single_device(self, device):
+        if self.rank == 2:
+            raise RuntimeError("ncclSystemError")
+        if self.rank == 3:
+            assert self.late.wait(10)
+
+    def abort(self):
+        self.aborted = True
+        self.world.ways.append("abort")
+        self.world.all_abort.wait(20)
+
+    def __del__(self):
+        if not self.aborted:
+            self.world.ways.append("destroy")
+
+
+def test_each_way_out_of_an_nccl_world_aborts_and_none_destroys(monkeypatch):
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", ProcessGroup, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(nccl.CudaRuntime, "reduce_once", lambda self, pg, device: None)
+    world, rounds = NcclWorld(4), [Round() for _ in range(4)]
+    for rank, here in enumerate(rounds):
+        here.rank = rank
+    members = [NcclReductions(here, lambda: world) for here in rounds]
+    device = torch.device("cuda", 0)
+    members[0].connect(device)
+    members[1].connect(device)
+
+    def connect(number):
+        with pytest.raises((HorovodInternalError, RuntimeError)):
+            members[number].connect(device)
+
+    connecting = [threading.Thread(target=connect, args=(number,)) for number in (2, 3)]
+    for thread in connecting:
+        thread.start()
+    members[0].cut()
+    members[1].close()
+    rounds[3].why = "a worker was lost"
+    members[3].cut()  # while it connects
+    ProcessGroup.late.set()
+    world.all_abort.wait(20)
+    for thread in connecting:
+        thread.join(20)
+    assert world.ways == ["abort"] * 4
+
+
+# --- a newcomer prepares its GPU before it joins ----------------------------------------------------------
+
+
+class Recorder:
+    """In place of `CudaRuntime` and of what it connects."""
+
+    calls: ClassVar[list[str]] = []
+
+    def load(self, device):
+        self.calls.append("load")
+
+    def connect(self, store, rank, size, device):
+        self.calls.append(f"connect {rank} of {size}")
+        return self
+
+    def reduce_once(self, pg, device):
+        self.calls.append("reduce")
+
+    def abort(self):
+        self.calls.append("abort")
+
+
+def join_with_a_gpu(rounds: int):
+    """In a worker: ask for the device, and loop until there were so many worlds."""
+    pretend("its own")
+    operations.device_info = devices.device_info
+    nccl.CudaRuntime = Recorder
+    dist.is_nccl_available = lambda: True
+    torch.cuda.set_device = lambda device: Recorder.calls.append("set_device")
+    hvd.init()
+    chosen = {str(hvd.device()) for _ in range(2)}
+    state = hvd.elastic.TorchState(step=0)
+
+    @hvd.elastic.run
+    def loop(state):
+        Recorder.calls.append("join")
+        while process.assignment.world.round < rounds:
+            hvd.allreduce(torch.ones(1, dtype=torch.float32))
+            state.step += 1
+            state.commit()
+
+    loop(state)
+    return chosen, Recorder.calls
+
+
+def test_a_newcomer_alone_prepares_its_gpu_once_and_before_it_joins():
+    with WorldDriver(start_with=1) as driver:
+        driver.start(join_with_a_gpu, 2)
+        driver.wait(lambda: driver.world is not None)
+        driver.start(join_with_a_gpu, 2)
+        (chosen, first), (_, newcomer) = driver.results(2)
+    assert chosen == {"cuda:0"}
+    assert first == ["set_device", "set_device", "join", "join"]
+    assert newcomer == ["set_device", "load", "connect 0 of 1", "reduce", "abort", "set_device", "join"]

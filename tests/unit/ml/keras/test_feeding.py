@@ -11,7 +11,8 @@ from spark_elastic.data.dataset import pack
 from spark_elastic.errors import DataError
 from spark_elastic.ml.keras.compiling import CompileArguments
 from spark_elastic.ml.keras.feeding import BatchFeeder
-from spark_elastic.ml.keras.model import KerasPredictor
+from spark_elastic.ml.keras.model import KerasPredictor, _load_predictor
+from spark_elastic.ml.keras.pickling import KerasPickle
 from tests.unit.ml.keras.trainings import alone, make_net, make_training
 
 ROWS = 7
@@ -45,6 +46,20 @@ def test_float64_columns_take_the_type_of_the_model(tmp_path):
     double = keras.Sequential([keras.Input((6,), dtype="float64"), keras.layers.Dense(3, dtype="float64")])
     feed, _ = feeding(tmp_path / "2", columns, double)
     assert [spec.dtype for spec in feed.specs] == [tf.float64, tf.float64]
+
+
+def test_transform_on_auto_without_a_gpu_and_with_too_little_memory():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    predictor = _load_predictor(KerasPickle.of(model), "auto", 1)
+    given = {"features_0": numbers(3)}
+    assert predictor(given)[0] == pytest.approx(model(given["features_0"]).numpy())
+
+    def too_large(*tensors):
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor\nwith a trace")
+
+    predictor._traces = dict.fromkeys(predictor._traces, too_large)
+    with pytest.raises(MemoryError, match=r"OOM when allocating tensor$"):
+        predictor(given)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("float32", 2**24), ("int32", 2**31 - 1), ("int64", 2**62)])

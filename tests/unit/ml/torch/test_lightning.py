@@ -155,6 +155,7 @@ class Unfinished(pl.LightningModule):
         (Classifier(), {"optimizer": torch.optim.SGD}, "optimizer is set, but the LightningModule decides it"),
         (Classifier(), {"scheduler_interval": "step"}, "scheduler_interval is set"),
         (Classifier(), {"loss": nn.MSELoss()}, "loss is set"),
+        (Classifier(), {"compile": True}, "compile is set, but the LightningModule decides it"),
         (Classifier(), {"model": nn.Linear(1, 1)}, "model follows from"),
         (Classifier(), {"epoch": 3}, "epochs"),
     ],
