@@ -198,7 +198,8 @@ class RunSettings(ScalingSettings):
         float | None,
         Setting(
             "seconds for which each executor keeps a process that has imported what workers need, so that the next job "
-            "of the session starts sooner; 0: none. PyTorch on Linux only. Default: 60 in a notebook, else 0.",
+            "of the session starts sooner; 0: none. PyTorch on Linux only. Default: 60 in a notebook, 20 in local "
+            "mode, else 0.",
             _seconds_or_none,
             "seconds",
             on_command_line=True,

@@ -47,6 +47,8 @@ from spark_elastic.wire.ports import Ports, listen
 CONNECT_TIMEOUT_S = 60.0
 KEPT_IN_NOTEBOOK_S = 60.0
 """The default of `keep_workers` in a notebook, where somebody runs one cell after the other."""
+KEPT_IN_LOCAL_MODE_S = 20.0
+"""The default in Spark's local mode, where one process can import PyTorch for all workers."""
 
 _job_numbers = itertools.count(1)
 
@@ -217,11 +219,10 @@ def prepare_workers(call: RunCall) -> None:
     The job that follows need not be started: what was imported is kept as long as after a job. Behind Spark Connect,
     this would cost more than it gains.
     """
-    keep_s = _keep_workers_s(call)
-    if keep_s <= 0:
+    if call.keep_workers == 0:
         return
     place = place_of(call)
-    if not isinstance(place, Cluster) or place.remote:
+    if not isinstance(place, Cluster) or place.remote or (keep_s := _keep_workers_s(call, place)) <= 0:
         return
     env, modules = dict(call.env or {}), modules_of(pickled(call.fn, (), None))
     spec = LaunchSpec("", (), b"", b"", 0.0, "", env=env, device=call.device, preimport=modules, keep_workers_s=keep_s)
@@ -259,14 +260,17 @@ def _launch_spec(
         agent_ports=(agent_ports.first, agent_ports.last),
         device=call.device,
         preimport=modules_of(function),
-        keep_workers_s=_keep_workers_s(call),
+        keep_workers_s=_keep_workers_s(call, place),
     )
 
 
-def _keep_workers_s(call: RunCall) -> float:
+def _keep_workers_s(call: RunCall, place: Place) -> float:
     if call.keep_workers is not None:
         return call.keep_workers
-    return KEPT_IN_NOTEBOOK_S if in_notebook() else 0.0
+    if in_notebook():
+        return KEPT_IN_NOTEBOOK_S
+    of_local_mode = isinstance(place, Cluster) and place.is_local and not place.remote
+    return KEPT_IN_LOCAL_MODE_S if of_local_mode else 0.0
 
 
 def _listen(bind: str, ports: Ports, local: bool) -> socket.socket:
