@@ -83,7 +83,7 @@ def fit(df: Any, args: argparse.Namespace) -> dict[str, float]:
         epochs=args.epochs,
         num_proc=2,
         verbose=0,
-        run_options={} if args.keep_workers is None else {"keep_workers": args.keep_workers},
+        run_options={"keep_workers": args.keep_workers or 0},
     )
     began = time.time()
     model = estimator.fit(df)

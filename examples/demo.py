@@ -22,7 +22,7 @@ from collections import Counter
 from pathlib import Path
 
 WORKERS = 3
-EPOCHS = 12
+EPOCHS = 8
 BATCH = 16
 STEP_S = 0.04
 """Added to each step, for the weight of a larger model: this one would be trained before you could read along."""

@@ -1,6 +1,7 @@
 """Tests marked `nightly` run with `--nightly`, or when one is named. No example of a property has a deadline."""
 
 import os
+import re
 import signal
 
 import hypothesis
@@ -34,11 +35,27 @@ def pytest_configure(config):
     hypothesis.settings.load_profile("night" if by_night(config) else "day")
 
 
+def named_tests(config):
+    """Return the path and the name of each test that is named."""
+    named = [argument.partition("::") for argument in config.args if "::" in argument]
+    return [((config.invocation_params.dir / path).resolve(), name) for path, _, name in named]
+
+
+NIGHTLY_MODULE = re.compile(r"^pytestmark = (\[[^]=]*)?pytest\.mark\.nightly\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out modules that are nightly as a whole: some import what takes seconds, such as MLflow or Lightning."""
+    if by_night(config) or not collection_path.match("test_*.py"):
+        return None
+    named = any(path == collection_path for path, _ in named_tests(config))
+    return None if named or not NIGHTLY_MODULE.search(collection_path.read_text()) else True
+
+
 def pytest_collection_modifyitems(config, items):
     if by_night(config):
         return
-    named = [argument.partition("::") for argument in config.args if "::" in argument]
-    named = [((config.invocation_params.dir / path).resolve(), name) for path, _, name in named]
+    named = named_tests(config)
 
     def is_named(item):
         own = item.nodeid.partition("::")[2]

@@ -203,7 +203,7 @@ class RunSettings(ScalingSettings):
         Setting(
             "seconds for which each executor keeps a process that has imported what workers need, so that the next job "
             "of the session, or a restart, starts sooner; 0: none. PyTorch on Linux only. Default: 60 in a notebook "
-            "and with `restart`, else 0.",
+            "and with `restart`, 20 in local mode, else 0.",
             _seconds_or_none,
             "seconds",
             on_command_line=True,

@@ -48,6 +48,8 @@ from spark_elastic.wire.ports import Ports, listen
 CONNECT_TIMEOUT_S = 60.0
 KEPT_S = 60.0
 """The default of `keep_workers` in a notebook, where somebody runs one cell after the other, and where all restart."""
+KEPT_IN_LOCAL_MODE_S = 20.0
+"""The default in Spark's local mode, where one process can import PyTorch for all workers."""
 
 _job_numbers = itertools.count(1)
 
@@ -213,11 +215,10 @@ def prepare_workers(call: RunCall) -> None:
     The job that follows need not be started: what was imported is kept as long as after a job. Behind Spark Connect,
     this would cost more than it gains.
     """
-    keep_s = _keep_workers_s(call)
-    if keep_s <= 0:
+    if call.keep_workers == 0:
         return
     site = site_of(call)
-    if not isinstance(site, Cluster) or site.remote:
+    if not isinstance(site, Cluster) or site.remote or (keep_s := _keep_workers_s(call, site)) <= 0:
         return
     env, modules = dict(call.env or {}), modules_of(pickled(call.function, (), None))
     spec = LaunchSpec("", (), b"", b"", 0.0, "", env=env, device=call.device, preimport=modules, keep_workers_s=keep_s)
@@ -257,7 +258,7 @@ def _launch_spec(
         # other packages may read torchrun's variables when they are imported, as Lightning does
         preimport=modules_of(function) if call.restart is None else ("torch", "torch._dynamo"),
         restarts_world=call.restart is not None,
-        keep_workers_s=_keep_workers_s(call),
+        keep_workers_s=_keep_workers_s(call, site),
     )
 
 
@@ -275,10 +276,13 @@ def gpus_in_words(amount: str | None) -> str:
     return ""
 
 
-def _keep_workers_s(call: RunCall) -> float:
+def _keep_workers_s(call: RunCall, site: Site) -> float:
     if call.keep_workers is not None:
         return call.keep_workers
-    return KEPT_S if in_notebook() or call.restart is not None else 0.0
+    if in_notebook() or call.restart is not None:
+        return KEPT_S
+    of_local_mode = isinstance(site, Cluster) and site.is_local and not site.remote
+    return KEPT_IN_LOCAL_MODE_S if of_local_mode else 0.0
 
 
 def _listen(bind: str, ports: Ports, local: bool) -> socket.socket:

@@ -48,8 +48,10 @@ def test_a_script_resumes_from_the_checkpoint_that_rank_0_finds(tmp_path):
 
 
 def is_worker(process):
+    """Return True for a worker, which has no children; the fork server and its keepers have."""
     try:
-        return "spark_elastic.task.main" in process.cmdline()
+        is_ours = {"spark_elastic.task.main", "spark_elastic.task.fork_server"} & {*process.cmdline()}
+        return bool(is_ours) and not process.children()
     except psutil.Error:  # it has just ended
         return False
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,15 +25,15 @@ WAIT_S = 60.0
 LONGEST_WAIT_S = 300.0
 
 _context = mp.get_context("forkserver")
-# torch._dynamo: the first optimizer of a process imports it, which takes longer than everything else here
-_context.set_forkserver_preload(
-    [
-        *("torch", "torch._dynamo", "spark_elastic.torch", "spark_elastic.torch.elastic", "spark_elastic.ml.torch"),
-        # importing TensorFlow starts nothing that a fork would lose; its first operation does
-        *("tensorflow", "keras", "spark_elastic.tensorflow", "spark_elastic.keras", "spark_elastic.ml.keras"),
-        *("pytest", "psutil"),  # as the modules do that hold the functions
-    ]
-)
+
+
+def preloaded() -> list[str]:
+    """Return what the fork server imports: TensorFlow takes seconds, and this process has it if its tests need it."""
+    # torch._dynamo: the first optimizer of a process imports it, which takes longer than everything else here
+    torch = ["torch", "torch._dynamo", "spark_elastic.torch", "spark_elastic.torch.elastic", "spark_elastic.ml.torch"]
+    # importing TensorFlow starts nothing that a fork would lose; its first operation does
+    keras = ["tensorflow", "keras", "spark_elastic.tensorflow", "spark_elastic.keras", "spark_elastic.ml.keras"]
+    return [*torch, *(keras if "tensorflow" in sys.modules else []), "pytest", "psutil"]
 
 
 @dataclass
@@ -92,6 +93,7 @@ class WorldDriver:
 
     def start(self, function: Callable[..., Any], *args: Any, count: int = 1) -> list[int]:
         """Start workers that call the function; returns their ids."""
+        _context.set_forkserver_preload(preloaded())  # read when the server starts, with the first process
         out = []
         for _ in range(count):
             with self._changed:

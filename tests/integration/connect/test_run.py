@@ -65,7 +65,6 @@ def test_training_survives_the_kill_of_a_worker_and_of_an_agent(session, tmp_pat
     assert len([each for each in job.events() if isinstance(each, WorldStarted)]) >= 3
 
 
-@pytest.mark.nightly
 def test_cancelled_training_ends_within_seconds(server, session, tmp_path):
     job, diary = start_training(session, tmp_path, num_proc=2)
     diary.wait_for_world(2)
@@ -78,7 +77,6 @@ def test_cancelled_training_ends_within_seconds(server, session, tmp_path):
         job.result(1)
 
 
-@pytest.mark.nightly
 def test_user_who_interrupts_all_queries_of_the_session_does_not_end_the_job(session, tmp_path):
     def wait_for_a_file():
         import spark_elastic.torch as hvd
@@ -100,7 +98,6 @@ def test_user_who_interrupts_all_queries_of_the_session_does_not_end_the_job(ses
     assert job.result(60) == [0, 1]
 
 
-@pytest.mark.nightly
 def test_large_function_and_large_results_do_not_travel_in_one_message(session):
     given = os.urandom(8 << 20)  # the server puts at most 4 MiB of rows into a message
 
@@ -131,7 +128,6 @@ spark_elastic.run(wait, num_proc=2, verbose=0)
 """
 
 
-@pytest.mark.nightly
 def test_interrupted_program_leaves_no_query_behind(server, session):
     program = subprocess.Popen([sys.executable, "-c", _PROGRAM, server.url], stderr=subprocess.PIPE, text=True)
     try:

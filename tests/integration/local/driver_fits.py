@@ -71,6 +71,17 @@ class Killing(Watch):
         return "enough" if row["epoch"] == self.stop_at else None
 
 
+class At(DriverCallback):
+    """Calls a function at the end of an epoch."""
+
+    def __init__(self, epoch: int, call: Any) -> None:
+        self.epoch, self.call = epoch, call
+
+    def on_epoch_end(self, row: Any) -> None:
+        if row["epoch"] == self.epoch:
+            self.call()
+
+
 def estimator(*callbacks: Any, **changes: Any) -> ElasticTorchEstimator:
     net = make_net()
     return ElasticTorchEstimator(

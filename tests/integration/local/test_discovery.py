@@ -16,7 +16,7 @@ def test_fixed_hosts_may_be_given_by_name(start_job):
 
 
 def test_hosts_that_nobody_runs_on_fail_the_job_with_what_was_asked_for(start_job):
-    job = start_job(loops.rank_and_size, num_proc=1, start_timeout=5, discovery=FixedHosts("192.0.2.7:4"))
+    job = start_job(loops.rank_and_size, num_proc=1, start_timeout=2, discovery=FixedHosts("192.0.2.7:4"))
     with pytest.raises(NotEnoughSlotsError, match=r"127\.0\.0\.1 is not among the hosts to use \(192\.0\.2\.7:4\)"):
         job.result(60)
 

@@ -17,6 +17,7 @@ from spark_elastic.errors import (
 from spark_elastic.membership.timeline import WorkerLeft, WorldStarted
 from tests.integration.local import loops
 from tests.integration.processes import GONE_S, is_running, wait_until
+from tests.nightly import by_night
 
 WAIT_S = 30
 
@@ -258,7 +259,7 @@ def test_output_arrives_line_by_line_with_its_rank(start_job, capsys):
     assert "[0]<stderr>:no newline at the end\n" in captured.err
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize("name", by_night(["SIGKILL", "SIGTERM"], but=["SIGKILL"]))
 def test_workers_are_gone_when_the_driver_process_is_killed(tmp_path, name):
     import subprocess
 

@@ -25,14 +25,14 @@ EPOCHS, STEPS = 3, 8  # an epoch
 
 @pytest.fixture(scope="module")
 def cluster() -> Any:
-    with local_cluster(workers=3, cores=1, memory_mb=1024) as made:
+    with local_cluster(workers=2, cores=1, memory_mb=1024) as made:
         made.sc.setLogLevel("OFF")
         yield made
 
 
 @pytest.fixture
 def hold(cluster: Cluster, tmp_path: Path) -> Hold:
-    cluster.wait_for_executors(3)  # those that the test before has killed are there again
+    cluster.wait_for_executors(2)  # those that the test before has killed are there again
     folder = tmp_path / "hold"
     folder.mkdir()
     return Hold(folder)

@@ -117,7 +117,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("source", ["rows", "cached", "parquet", "orc", "stream"])
+@pytest.mark.parametrize("source", by_night(["rows", "cached", "parquet", "orc", "stream"], but=["rows", "stream"]))
 def test_features_of_all_types_come_as_they_are(spark: Any, sent: str, source: str, tmp_path: Path) -> None:
     df = spark.range(100, numPartitions=2).selectExpr("id", *(f"{made} AS `{name}`" for name, made in KINDS.items()))
     expected = {row.id: row for row in df.collect()}
@@ -186,21 +186,24 @@ def test_the_result_can_be_joined_with_what_it_was_made_of(rows: Any, sent: str)
     assert sorted(joined.collect()) == sorted(made.select("id", "output").collect())
 
 
-def test_the_result_may_be_read_in_subqueries(spark: Any, rows: Any, sent: str) -> None:
+AVERAGE = "(select avg(prediction) from scored)"
+QUERIES = (
+    f"select sum(abs(a - {AVERAGE})) from given",
+    "select sum(case when id in (select id from scored where prediction = 0) then 1 else 0 end) from given",
+    "select sum((select max(prediction) from scored where scored.id = given.id)) from given",
+    "select sum(p) from given, lateral (select prediction p from scored where scored.id = given.id)",
+    f"select count(*) from given one join given two on one.id = two.id and one.a >= {AVERAGE} - 1",
+    f"select a from given order by a > {AVERAGE}, a",
+    f"select count(*) from given group by a > {AVERAGE}",
+)
+
+
+@pytest.mark.parametrize("query", by_night(QUERIES, but=QUERIES[:2]))
+def test_the_result_may_be_read_in_subqueries(spark: Any, rows: Any, sent: str, query: str) -> None:
     model = model_of(nn.Linear(3, 2), [JOINED], OutputShape("<f4", (2,)), rule="argmax")
     model.transform(rows).createOrReplaceTempView("scored")
     rows.createOrReplaceTempView("given")
-    average = "(select avg(prediction) from scored)"
-    for query in (
-        f"select sum(abs(a - {average})) from given",
-        "select sum(case when id in (select id from scored where prediction = 0) then 1 else 0 end) from given",
-        "select sum((select max(prediction) from scored where scored.id = given.id)) from given",
-        "select sum(p) from given, lateral (select prediction p from scored where scored.id = given.id)",
-        f"select count(*) from given one join given two on one.id = two.id and one.a >= {average} - 1",
-        f"select a from given order by a > {average}, a",
-        f"select count(*) from given group by a > {average}",
-    ):
-        assert spark.sql(query).collect(), query
+    assert spark.sql(query).collect()
 
 
 def test_outputs_suit_the_evaluators_of_spark_ml(rows: Any) -> None:

@@ -36,14 +36,16 @@ class Said:
         return [line for line in self.err.splitlines() if line.startswith("spark_elastic: ")]
 
 
-def say(folder: Path, source: str, *, launcher: tuple[str, ...] = (), env: Mapping[str, str] | None = None) -> Said:
+def say(
+    folder: Path, source: str, *words: str, launcher: tuple[str, ...] = (), env: Mapping[str, str] | None = None
+) -> Said:
     """Run a program in a folder of its own, as `python program.py` or by another launcher."""
     program = folder / "program.py"
     program.write_text(textwrap.dedent(source))
     of_other_tests = ("PYSPARK", "PYTHONPATH", "SPARK_", "TF_CPP")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(of_other_tests)}
     done = subprocess.run(
-        [*(launcher or (sys.executable,)), str(program)],
+        [*(launcher or (sys.executable,)), str(program), *words],
         cwd=folder,
         env={**kept, **NO_SLOW_COMPILER, "PATH": BARE_PATH, "SPARK_LOCAL_IP": "127.0.0.1", **(env or {})},
         capture_output=True,
@@ -66,6 +68,7 @@ def python_without_packages(folder: Path) -> Path:
 
 TORCH = """
     import os
+    import sys
     import time
 
     import torch
@@ -73,7 +76,6 @@ TORCH = """
     from pyspark.sql import functions as F
     from torch import nn
 
-    import spark_elastic
     from spark_elastic import ElasticTorchEstimator
 
     spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
@@ -87,62 +89,66 @@ TORCH = """
             raise ValueError("my loss does not like this")
         return nn.functional.cross_entropy(output, label)
 
-    def estimator(loss):
-        torch.manual_seed(0)
-        net = nn.Linear(2, 2)
-        return ElasticTorchEstimator(
-            model=net,
-            optimizer=torch.optim.Adam(net.parameters()),
-            loss=loss,
-            feature_cols=["x", "y"],
-            label_cols=["label"],
-            epochs=1,
-            num_proc=2,
-            min_num_proc=1,
-        )
-
+    net = nn.Linear(2, 2)
+    estimator = ElasticTorchEstimator(
+        model=net,
+        optimizer=torch.optim.Adam(net.parameters()),
+        loss=broken_loss if sys.argv[1] == "broken" else nn.CrossEntropyLoss(),
+        feature_cols=["x", "y"],
+        label_cols=["label"],
+        epochs=1,
+        num_proc=2,
+        min_num_proc=1,
+    )
     began = time.monotonic()
-    model = estimator(nn.CrossEntropyLoss()).fit(points)
-    print("fitted", time.monotonic() - began)
+    try:
+        model = estimator.fit(points)
+    finally:
+        print("took", time.monotonic() - began)
+        print("bar again", spark.sparkContext._jsc.sc().progressBar().isDefined())
     predictions = model.transform(points).groupBy("prediction").count().collect()
     print("rows", sum(row["count"] for row in predictions), "of", len(predictions))
-    print("bar again", spark.sparkContext._jsc.sc().progressBar().isDefined())
-    estimator(broken_loss).fit(points)
 """
 
 
+def fit(made, which: str) -> Said:
+    bare = python_without_packages(made.mktemp("bare") / "bin")
+    return say(made.mktemp("torch"), TORCH, which, env={"PATH": f"{bare}:{BARE_PATH}"})
+
+
 @pytest.fixture(scope="module")
-def torch_said(tmp_path_factory) -> Said:
-    bare = python_without_packages(tmp_path_factory.mktemp("bare") / "bin")
-    return say(tmp_path_factory.mktemp("torch"), TORCH, env={"PATH": f"{bare}:{BARE_PATH}"})
+def broken(tmp_path_factory) -> Said:
+    return fit(tmp_path_factory, "broken")
 
 
-def test_program_runs_without_an_activated_environment(torch_said):
-    assert "fitted" in torch_said.out, torch_said.err
-    assert "rows 2000 of 2" in torch_said.out, torch_said.err
-
-
-def test_start_says_what_takes_its_time_and_no_timeout(torch_said):
-    starts = [line for line in torch_said.ours if "starting 2 workers" in line]
-    assert starts == ["spark_elastic: starting 2 workers (each imports torch, usually 5-20 s)"] * 2
-    took = float(torch_said.out.partition("fitted ")[2].split()[0])
+def assert_quiet(said: Said, end: str) -> None:
+    """Check the lines of a start, and that Spark draws no bar between our lines."""
+    starts = [line for line in said.ours if "starting 2 workers" in line]
+    assert starts == ["spark_elastic: starting 2 workers (each imports torch, usually 5-20 s)"]
+    took = float(said.out.partition("took ")[2].split()[0])
     # on a busy machine the slots may take more than a quarter of their time, and then it is told
-    told = [line for line in torch_said.ours if "s left" in line and "to be free together" not in line]
-    assert told == [] or took > 15, torch_said.err  # a quarter of `start_timeout`
+    told = [line for line in said.ours if "s left" in line and "to be free together" not in line]
+    assert told == [] or took > 15, said.err  # a quarter of `start_timeout`
+    assert "bar again True" in said.out  # there is one, and it is hidden
+    assert "[Stage" not in said.err.partition("starting 2 workers")[2].partition(end)[0]
 
 
-def test_bar_of_spark_does_not_appear_between_our_lines(torch_said):
-    assert "bar again True" in torch_said.out  # there is one, and it is hidden
-    from_start_to_end = torch_said.err.partition("starting 2 workers")[2].partition("the job finished")[0]
-    assert "[Stage" not in from_start_to_end
-    assert "[Stage" not in torch_said.err.rpartition("starting 2 workers")[2].partition("the job failed")[0]
+def test_start_says_what_takes_its_time_without_a_timeout_or_spark_s_bar(broken):
+    assert_quiet(broken, "the job failed")
 
 
-def test_error_of_a_loss_is_shown_once_with_the_users_frames_alone(torch_said):
-    assert torch_said.code == 1
-    shown = torch_said.err[torch_said.err.index("spark_elastic: the job failed") :]
+@pytest.mark.nightly
+def test_program_runs_without_an_activated_environment(tmp_path_factory):
+    said = fit(tmp_path_factory, "good")
+    assert "rows 2000 of 2" in said.out, said.err
+    assert_quiet(said, "the job finished")
+
+
+def test_error_of_a_loss_is_shown_once_with_the_users_frames_alone(broken):
+    assert broken.code == 1
+    shown = broken.err[broken.err.index("spark_elastic: the job failed") :]
     assert shown.count("raised ValueError: my loss does not like this") == 1
-    assert torch_said.err.count("ValueError: my loss does not like this") == 1
+    assert broken.err.count("ValueError: my loss does not like this") == 1
     assert "in broken_loss" in shown
     frames = re.findall(r'File "([^"]+)"', shown)
     assert [Path(frame).name for frame in frames] == ["program.py", "estimator.py", "program.py"]

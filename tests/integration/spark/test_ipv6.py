@@ -17,7 +17,6 @@ LIMIT_S = 400
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.cluster,
-    pytest.mark.nightly,
     pytest.mark.skipif(network.why_unavailable() is not None, reason=str(network.why_unavailable())),
 ]
 

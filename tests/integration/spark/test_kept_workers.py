@@ -67,7 +67,6 @@ def test_next_job_gets_workers_of_the_same_server_and_nothing_else_of_the_first(
     wait_until(lambda: not servers(cluster), KEEP_S + GONE_S, "the servers end")
 
 
-@pytest.mark.nightly
 def test_workers_are_forked_from_what_was_prepared_before_the_job(jobs, cluster):
     settings = {"num_proc": 2, "spark": cluster.spark, "verbose": 0, "keep_workers": KEEP_S}
     prepare_workers(RunCall(where_it_runs, **settings))

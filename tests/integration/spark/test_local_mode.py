@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -28,17 +29,6 @@ def worlds(job):
     return [record for record in job.events() if isinstance(record, WorldStarted)]
 
 
-@pytest.mark.nightly
-def test_results_come_by_rank_from_as_many_workers_as_there_are_slots(jobs):
-    def place():
-        import spark_elastic.torch as hvd
-
-        hvd.init()
-        return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_size()
-
-    assert jobs.start(place).result(120) == [(rank, 4, rank, 4, 1) for rank in range(4)]
-
-
 def test_more_workers_than_there_can_ever_be_slots_are_refused_at_once(jobs):
     began = time.monotonic()
     with pytest.raises(NotEnoughSlotsError, match=r"8 slots are needed, and master local\[4\] has 4 slots"):
@@ -51,6 +41,13 @@ def test_a_job_that_can_do_with_the_slots_there_are_starts_with_them(jobs, capsy
     said = capsys.readouterr().err
     assert "starting with 4 workers instead of num_proc=8: master local[4] has no more slots" in " ".join(said.split())
     assert "spark_elastic: status page: http://127.0.0.1:" in said
+
+
+def test_workers_in_local_mode_are_forks_of_one_process_with_their_imports(jobs):
+    def parent():
+        return Path(f"/proc/{os.getppid()}/cmdline").read_text()
+
+    assert all("spark_elastic.task.fork_server" in each for each in jobs.start(parent, num_proc=2).result(120))
 
 
 def test_workers_die_at_every_stage_of_a_round(jobs):

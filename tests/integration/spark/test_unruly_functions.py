@@ -24,7 +24,6 @@ def cluster():
         yield running
 
 
-@pytest.mark.nightly
 def test_data_loader_processes_go_with_their_worker(jobs):
     job, diary = jobs.train(2, training={"ballast": 0, "commit_every": 1, "loader_workers": 2})
     world = diary.wait_for_world(2)

@@ -18,7 +18,7 @@ from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverResult, D
 from spark_elastic.jobs.tracking import fits_of
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.trackers.mlflow import _MLflowFit
-from tests.integration.local.driver_fits import Killing, Pids, estimator
+from tests.integration.local.driver_fits import At, Killing, Pids, estimator
 from tests.integration.tracking_server import tracking_server
 
 pytestmark = pytest.mark.nightly
@@ -29,7 +29,6 @@ def points(mlflow: Any, run_id: str | None, name: str) -> list[tuple[int, float]
     return [(each.step, each.value) for each in mlflow.MlflowClient().get_metric_history(run_id, name)]
 
 
-@pytest.mark.nightly
 def test_fit_with_a_kill_is_a_run_with_settings_epochs_events_plot_and_model(
     mlflow: Any, rows: Dataset, tmp_path: Path
 ) -> None:
@@ -60,7 +59,6 @@ def test_fit_with_a_kill_is_a_run_with_settings_epochs_events_plot_and_model(
     assert np.allclose(served.predict(features), own)
 
 
-@pytest.mark.nightly
 def test_active_run_is_logged_to_and_left_active_and_a_nested_run_is_its_child(mlflow: Any, rows: Dataset) -> None:
     same, below = MLflowCallback(log_models=[]), MLflowCallback(log_models=[], nested=True)
     with mlflow.start_run() as active:
@@ -88,7 +86,6 @@ class LogsInWorker(Callback):
             mlflow.log_metrics({"own_loss": logs["loss"]}, step=run.epoch)
 
 
-@pytest.mark.nightly
 def test_worker_that_calls_mlflow_reaches_the_run_of_the_driver(
     mlflow: Any, rows: Dataset, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -112,18 +109,6 @@ def test_worker_that_calls_mlflow_reaches_the_run_of_the_driver(
     assert list(tmp_path.iterdir()) == [], "no database of a worker"
 
 
-class At(DriverCallback):
-    """Calls a function at the end of an epoch."""
-
-    def __init__(self, epoch: int, call: Any) -> None:
-        self.epoch, self.call = epoch, call
-
-    def on_epoch_end(self, row: Any) -> None:
-        if row["epoch"] == self.epoch:
-            self.call()
-
-
-@pytest.mark.nightly
 def test_server_that_dies_and_comes_back_gets_all_epochs(mlflow: Any, rows: Dataset, tmp_path: Path) -> None:
     with tracking_server(tmp_path) as dying:
         mlflow.set_tracking_uri(dying.uri)
@@ -142,7 +127,6 @@ def test_fit_ends_well_without_a_server(mlflow: Any, rows: Dataset, caplog: Any)
     assert said.startswith("the run could not be logged to MLflow")
 
 
-@pytest.mark.nightly
 def test_failed_fit_is_a_failed_run_with_its_error(mlflow: Any, rows: Dataset) -> None:
     class Wrong(Exception):
         pass
@@ -170,7 +154,6 @@ def fit_of(*callbacks: DriverCallback, epochs: int = 1, values: dict[str, float]
         session.succeeded(DriverResult())
 
 
-@pytest.mark.nightly
 def test_fits_of_a_search_are_children_of_the_run_that_was_active_where_it_began(mlflow: Any) -> None:
     tracker = MLflowCallback(log_models=[], nested=True)
     with mlflow.start_run() as parent:

@@ -106,7 +106,6 @@ def test_autologging_alone_logs_settings_epochs_and_a_model_that_pyfunc_serves_o
     assert list(served.predict(asked)) == own
 
 
-@pytest.mark.nightly
 def test_autologging_and_callback_log_to_one_run_and_nothing_twice(mlflow: Any, rows: Any, autologging: None) -> None:
     count = len(mlflow.search_runs())
     tracker = MLflowCallback()
@@ -121,7 +120,6 @@ def test_autologging_and_callback_log_to_one_run_and_nothing_twice(mlflow: Any, 
     assert "spark_model" not in artifacts, "autologging has logged it as model"
 
 
-@pytest.mark.nightly
 def test_search_under_autologging_keeps_its_own_run_free_of_the_curves_of_its_fits(
     mlflow: Any, rows: Any, autologging: None
 ) -> None:

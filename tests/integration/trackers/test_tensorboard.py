@@ -10,8 +10,7 @@ import pytest
 
 from spark_elastic import TensorBoardCallback
 from spark_elastic.data.dataset import Dataset
-from tests.integration.local.driver_fits import Killing, Pids, estimator
-from tests.integration.trackers.test_mlflow import At
+from tests.integration.local.driver_fits import At, Killing, Pids, estimator
 
 
 def read(folder: Path) -> Any:

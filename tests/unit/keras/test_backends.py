@@ -77,7 +77,7 @@ def test_keras_on_torch_survives_a_loss_and_synchronises_batch_statistics(tmp_pa
     run = """
 import torch_world
 from tests.unit import worlds
-worlds._context.set_forkserver_preload(["torch", "torch._dynamo", "keras", "spark_elastic.keras"])
+worlds.preloaded = lambda: ["torch", "torch._dynamo", "keras", "spark_elastic.keras"]
 with worlds.WorldDriver(start_with=3) as driver:
     driver.start(torch_world.train, {2: (1, 4)}, count=3)
     one, other = driver.results(2)

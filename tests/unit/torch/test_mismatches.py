@@ -189,7 +189,7 @@ def test_a_handle_that_has_failed_fails_again():
 
 def loses_a_peer():
     hvd.init()
-    handle = hvd.allreduce_async(torch.ones(1 << 20))
+    handle = hvd.allreduce_async(torch.ones(1 << 23))  # it takes longer than the death
     if hvd.rank() == 1:
         die()
     errors = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spark_elastic.ml.training.spec import CheckpointPlan
+from tests.nightly import by_night
 from tests.unit.ml.in_worlds import EPOCHS, NEVER, At, checkpoints_in, end, stop_and_resume
 
 VARIANTS = {
@@ -17,11 +18,12 @@ VARIANTS = {
     ],
     "keras": ["plain", "running means, dropout and slots"],
 }
+CASES = [(name, variant) for name, variants in VARIANTS.items() for variant in variants]
 
 
 @pytest.mark.parametrize(
     ("framework", "variant"),
-    [(name, variant) for name, variants in VARIANTS.items() for variant in variants],
+    by_night(CASES, but={*CASES} - {("keras", "plain")}),
     indirect=["framework"],
 )
 def test_training_cut_within_an_epoch_resumes_behind_its_last_row(framework, variant, data, tmp_path):
