@@ -36,7 +36,7 @@ def make_model(framework: str = "torch") -> Any:
     from spark_elastic import ElasticKerasModel, ElasticTorchModel
     from spark_elastic.data.manifest import TensorField
     from spark_elastic.ml.added_columns import OutputShape
-    from spark_elastic.ml.model import Fitted
+    from spark_elastic.ml.fitted import Fitted
 
     inputs = (TensorField("features_0", tuple(COLUMNS), "<f4", (20,)),)
     fitted = Fitted(inputs, (OutputShape("<f4", (2,)),), "argmax")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from spark_elastic.ml.keras.estimator import ElasticKerasEstimator
     from spark_elastic.ml.keras.model import ElasticKerasModel
+    from spark_elastic.ml.load_module import load_module
     from spark_elastic.ml.torch.estimator import ElasticTorchEstimator
     from spark_elastic.ml.torch.model import ElasticTorchModel
     from spark_elastic.reporting.event_log import MembershipChange
@@ -63,6 +64,7 @@ __all__ = [
     "TensorBoardCallback",
     "doctor",
     "errors",
+    "load_module",
     "materialize",
     "run",
     "run_async",
@@ -95,6 +97,7 @@ _MODULES = {
     "Store": "spark_elastic.data.store",
     "TensorBoardCallback": "spark_elastic.trackers.tensorboard",
     "doctor": "spark_elastic.diagnostics",
+    "load_module": "spark_elastic.ml.load_module",
     "materialize": "spark_elastic.data.materialization",
     "run": "spark_elastic.jobs.run",
     "run_async": "spark_elastic.jobs.run",

@@ -24,7 +24,8 @@ from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverCallback,
 from spark_elastic.jobs.settings import RunCall, RunSettings
 from spark_elastic.ml import preparation, run_folder
 from spark_elastic.ml.datasets import SharedDatasets, check_stored, written_rows
-from spark_elastic.ml.model import ElasticModel, Fitted
+from spark_elastic.ml.fitted import Fitted
+from spark_elastic.ml.model import ElasticModel
 from spark_elastic.ml.params import ElasticParams, as_list
 from spark_elastic.ml.preparation import Tensors, flat_names, model_inputs
 from spark_elastic.ml.results import WorkerResults
@@ -78,7 +79,7 @@ class FitRun(ABC, Generic[T, M]):
     store: Store  # the run folder
     training: T  # the settings of the training for the workers
     trained: WorkerResults  # the results of the workers
-    _df: Any
+    _df: Any = None
     _tensors: Tensors
     _tried: DryRunResult
 
@@ -404,9 +405,11 @@ class FitRun(ABC, Generic[T, M]):
         tried, trained, events = self._tried, self.trained, tuple(self._events)
         with self._timed("load"):
             written_with = self.rows.manifest.about.get("settings", {})
+            inputs = model_inputs(self.rows, self.given("input_shapes"))
+            names = () if self._df is None else [name for field in inputs for name in field.columns]
             model = self.fitted_model(
                 Fitted(
-                    inputs=model_inputs(self.rows, self.given("input_shapes")),
+                    inputs=inputs,
                     outputs=tried.outputs,
                     taken=tried.taken,
                     rule=tried.rule,
@@ -415,6 +418,7 @@ class FitRun(ABC, Generic[T, M]):
                     why_not=tried.why_not,
                     pad_to=written_with.get("pad_to", {}),
                     allow_nan=written_with.get("allow_nan", False),
+                    columns={name: self._df.schema[name].dataType.simpleString() for name in names},
                 )
             )
             # The model has the estimator's uid, as in Spark ML, so that param maps of a CrossValidator reach it.

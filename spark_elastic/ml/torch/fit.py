@@ -10,7 +10,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.callbacks import Callback, check_kinds
 from spark_elastic.ml.fit import FitRun
-from spark_elastic.ml.model import Fitted
+from spark_elastic.ml.fitted import Fitted
 from spark_elastic.ml.params import as_list
 from spark_elastic.ml.run_folder import described
 from spark_elastic.ml.torch import objective, serialization
