@@ -106,6 +106,7 @@ def place_of(call: RunSettings) -> Place:
     cluster = checked_cluster(call.spark)
     if cluster is call.spark:  # of a fit, whose session may have ended since
         cluster.check()
+    cluster.check_platform(call.driver_host)
     cluster.apply(call.driver_host, call.ship_package)
     return cluster
 

@@ -146,6 +146,7 @@ class FitRun(ABC, Generic[T, M]):
         self.cluster = checked_cluster(df.sparkSession)
         self._df, self._tensors = df, self.tensors(df.schema)
         self._check_store()
+        self._check_reach()
         if self._run_options.get("launcher") is None and own_modules():  # which the executors have to import
             given = [self.worker_callbacks(), *map(self.given, filter(self._settings.hasParam, _WITH_CODE))]
             try:
@@ -164,6 +165,7 @@ class FitRun(ABC, Generic[T, M]):
         if self._run_options.get("launcher") is None:
             self.cluster = checked_cluster()
             self._check_store()
+            self._check_reach()
         self._exits.enter_context(run_folder.leased_if_possible(self.rows.store))
         self._began = clock.wall()
 
@@ -200,6 +202,11 @@ class FitRun(ABC, Generic[T, M]):
             self.cluster.apply(None, ship_package=True)
         if on_cluster:
             ensure_shared(self._runs(), self.cluster)
+
+    def _check_reach(self) -> None:
+        """Raise a `UsageError` if workers on the cluster could not connect to this program."""
+        if self.cluster is not None and self._run_options.get("launcher") is None:
+            self.cluster.check_reach(*(self._run_options.get(name) for name in ("driver_host", "driver_port")))
 
     def pickled(self, value: Any) -> bytes:
         """Pickle settings as they travel to the workers, without the values of tensors and arrays."""
