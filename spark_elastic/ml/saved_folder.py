@@ -19,6 +19,7 @@ from typing import Any
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError
 from spark_elastic.spark.connect_session import is_connect
+from spark_elastic.spark.failures import refused_call
 
 _METADATA = "metadata"
 _FILE = re.compile(r"[A-Za-z0-9_.-]{1,200}")  # names of files that a stage has: settings, joined with "-", and a suffix
@@ -26,7 +27,14 @@ _FILE = re.compile(r"[A-Za-z0-9_.-]{1,200}")  # names of files that a stage has:
 
 def saved_folder(spark: Any, path: str) -> StoreFolder | SparkFolder:
     """Return the folder of a saved stage at a path, as this session sees it; as this process does if it is None."""
-    return StoreFolder(spark, path) if spark is None or is_connect(spark) else SparkFolder(spark, path)
+    if spark is None or is_connect(spark):
+        return StoreFolder(spark, path)
+    try:
+        return SparkFolder(spark, path)
+    except Exception as error:
+        if refused_call(error) is None:  # of a platform that keeps Spark's filesystem to itself
+            raise
+        return StoreFolder(spark, path)
 
 
 class _Folder(ABC):

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 INLINE_BYTES = 128 * 1024
 """Larger data is sent once as a file instead of in each query: a message of Spark Connect has 128 MiB at most."""
-REACH_PATIENCE_S = 20.0
+REACH_PATIENCE_S = 10.0
 """Seconds that `check_reach` waits for a slot: the answer of a task that runs takes two."""
 _reached: set[tuple[str, str | None, int | str | None]] = set()
 """(session, driver_host, driver_port) with which a task has reached this program."""

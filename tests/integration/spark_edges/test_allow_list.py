@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from py4j.protocol import Py4JError
+from pyspark.sql import functions as F
 
 import spark_elastic
 from spark_elastic.errors import LaunchError, NoSparkContextError
@@ -90,6 +93,32 @@ def test_job_runs_to_its_end_where_the_scheduler_may_not_be_asked(cluster: Any, 
     assert {"maxNumConcurrentTasks", "LinkedBlockingQueue", "isStopped"} <= set(refused)
     with pytest.raises(spark_elastic.errors.UserFunctionError, match="ZeroDivisionError"):
         spark_elastic.run(lambda: 1 / 0, num_proc=1, spark=cluster.sc, verbose=0)
+
+
+def test_estimator_fits_transforms_and_saves_there(cluster: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    spark = cluster.spark
+    rows = spark.range(80).select(F.col("id").cast("double").alias("x"), (F.col("id") * 2).cast("float").alias("y"))
+    refused = bar(cluster.sc, monkeypatch, *OTHER_WAYS, "hadoopConfiguration")
+    monkeypatch.setattr(spark, "_jsc", cluster.sc._jsc)
+    net = torch.nn.Linear(1, 1)
+    fitted = spark_elastic.ElasticTorchEstimator(
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.0),
+        loss=torch.nn.MSELoss(),
+        feature_cols=["x"],
+        label_cols=["y"],
+        store=str(tmp_path / "store"),
+        num_proc=1,
+        verbose=0,
+    )
+    model = fitted.fit(rows)
+    model.save(str(tmp_path / "model"))
+    assert {"maxNumConcurrentTasks", "hadoopConfiguration"} <= set(refused)
+    loaded = spark_elastic.ElasticTorchModel.load(str(tmp_path / "model"))
+    predicted = loaded.predict(rows.toPandas())["prediction"]
+    expected = net(torch.arange(80.0)[:, None]).detach().squeeze().tolist()
+    assert predicted.tolist() == pytest.approx(expected, abs=1e-4)
+    assert [row.prediction for row in model.transform(rows).collect()] == pytest.approx(expected, abs=1e-4)
 
 
 def test_call_that_no_job_can_do_without_is_named(cluster: Any, monkeypatch: Any) -> None:
