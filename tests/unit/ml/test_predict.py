@@ -63,6 +63,18 @@ def test_predictions_of_a_frame_or_table_are_what_the_module_gives(kind: str) ->
     assert np.allclose(np.stack(list(made["chances"])), torch.softmax(torch.from_numpy(logits), 1), atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [Kind.DENSE, Kind.SPARSE])
+def test_wide_vectors_may_be_sparse_dense_or_lists_whatever_they_were_in_training(kind: Kind) -> None:
+    wide = 5000
+    rows = np.zeros((3, wide), np.float32)
+    rows[[0, 1, 2], [7, 8, 4999]] = 1.5, 2.5, 3.5
+    inputs = TensorField("features_0", ("x",), "<f4", (wide,), kind=kind)
+    model = model_of(nn.Identity(), inputs, output=OutputShape("<f4", (wide,)))
+    sparse = [Vectors.sparse(wide, {int(row.argmax()): float(row.max())}) for row in rows]
+    for values in (sparse, [Vectors.dense(row) for row in rows], [row.tolist() for row in rows]):
+        assert np.array_equal(np.stack(list(model.predict(pd.DataFrame({"x": values}))["output"])), rows)
+
+
 def frames_of_all_types(count: int) -> tuple[pd.DataFrame, pa.Table, list[list[float]]]:
     """The same columns as pandas and as Arrow have them, and their numbers, row by row."""
     numbers = np.arange(count)
