@@ -36,7 +36,7 @@ def make_model(framework: str = "torch") -> Any:
     from spark_elastic import ElasticKerasModel, ElasticTorchModel
     from spark_elastic.data.manifest import TensorField
     from spark_elastic.ml.added_columns import OutputShape
-    from spark_elastic.ml.model import Fitted
+    from spark_elastic.ml.fitted import Fitted
 
     inputs = (TensorField("features_0", tuple(COLUMNS), "<f4", (20,)),)
     fitted = Fitted(inputs, (OutputShape("<f4", (2,)),), "argmax")
@@ -55,8 +55,8 @@ def model_alone(model: Any, seconds: float) -> float:
     """Return the rows a second of the model on one core, in the form in which executors have it."""
     import numpy as np
 
-    size = model.getOrDefault("transform_batch_size") or model._batch_size()
     predict = model._predictor()()
+    size = model.getOrDefault("transform_batch_size") or predict.rows
     inputs = {"features_0": np.random.default_rng(0).random((size, 20), dtype=np.float32)}
     calls, start = 0, time.monotonic()
     while time.monotonic() < start + seconds:

@@ -104,7 +104,7 @@ ROWS = {
         pins={name: OLDEST[name] for name in (*FRAMEWORKS, *_OF_FRAMEWORKS)},
     ),
     "pandas3": Row(
-        "pandas 3, which Spark 4.3 warns of and the metadata does not allow, and the newest pyarrow",
+        "pandas 3, which Spark 4.3 warns of and the extra spark43 allows, and the newest pyarrow",
         pins={"pandas": "3.1.1", "pyarrow": "26.0.1"},
         connect=True,
         beyond=True,

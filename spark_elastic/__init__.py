@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from spark_elastic.ml.keras.estimator import ElasticKerasEstimator
     from spark_elastic.ml.keras.model import ElasticKerasModel
+    from spark_elastic.ml.load_module import load_module
     from spark_elastic.ml.torch.estimator import ElasticTorchEstimator
     from spark_elastic.ml.torch.model import ElasticTorchModel
     from spark_elastic.reporting.event_log import MembershipChange
@@ -64,6 +65,7 @@ __all__ = [
     "TensorBoardCallback",
     "doctor",
     "errors",
+    "load_module",
     "materialize",
     "run",
     "run_async",
@@ -86,6 +88,7 @@ _NAMES = {
     "spark_elastic.ml.callbacks": ("BestCheckpoint", "Callback", "EarlyStopping", "HistoryLogger", "LambdaCallback"),
     "spark_elastic.ml.keras.estimator": ("ElasticKerasEstimator",),
     "spark_elastic.ml.keras.model": ("ElasticKerasModel",),
+    "spark_elastic.ml.load_module": ("load_module",),
     "spark_elastic.ml.torch.estimator": ("ElasticTorchEstimator",),
     "spark_elastic.ml.torch.model": ("ElasticTorchModel",),
     "spark_elastic.reporting.event_log": ("MembershipChange",),

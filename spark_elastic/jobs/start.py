@@ -103,6 +103,7 @@ def site_of(call: RunSettings) -> Site:
     if call.launcher is not None:
         return ThisMachine(call.launcher)
     cluster = checked_cluster(call.spark)
+    cluster.check_platform(call.driver_host)
     cluster.apply(call.driver_host, call.ship_package)
     return cluster
 

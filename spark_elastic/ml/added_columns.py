@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,6 +53,10 @@ class AddedColumn:
                 )
             return output
         return _MADE[self.made](output, self.rule)
+
+    def plain(self) -> AddedColumn:
+        """Return the same column with arrays in place of vectors."""
+        return replace(self, as_vector=False)
 
 
 def prediction(output: Array, rule: str) -> Array:

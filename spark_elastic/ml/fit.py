@@ -23,7 +23,8 @@ from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverCallback,
 from spark_elastic.jobs.settings import RunCall, RunSettings
 from spark_elastic.ml import fingerprint, preparation, run_folder
 from spark_elastic.ml.datasets import SharedDatasets, check_stored, request_of, written_rows
-from spark_elastic.ml.model import ElasticModel, Fitted
+from spark_elastic.ml.fitted import Fitted
+from spark_elastic.ml.model import ElasticModel
 from spark_elastic.ml.params import ElasticParams, as_list
 from spark_elastic.ml.preparation import Tensors, model_inputs
 from spark_elastic.ml.results import FitResults
@@ -78,7 +79,7 @@ class FitRun(ABC, Generic[T, M]):
     folder: Store  # of the run
     training: T  # the settings of the training for the workers
     trained: FitResults  # the results of the workers
-    _query: Query
+    _query: Query | None = None  # None: the rows were written before
     _tried: DryRunResult
 
     def __init__(self, settings: ElasticParams, shared: SharedDatasets | None = None) -> None:
@@ -143,6 +144,7 @@ class FitRun(ABC, Generic[T, M]):
         self.cluster = checked_cluster(df.sparkSession)
         self._query = Query.checked(df, request_of(self.tensors(df.schema), self.given))
         self._check_store()
+        self._check_reach()
         if self._run_options.get("launcher") is None and own_modules():  # which the executors have to import
             given = [self.worker_callbacks(), *map(self.given, filter(self._settings.hasParam, _WITH_CODE))]
             try:
@@ -161,6 +163,7 @@ class FitRun(ABC, Generic[T, M]):
         if self._run_options.get("launcher") is None:
             self.cluster = checked_cluster()
             self._check_store()
+            self._check_reach()
         self._exits.enter_context(run_folder.leased_if_possible(self.dataset.store))
         self._began = clock.wall()
 
@@ -194,6 +197,11 @@ class FitRun(ABC, Generic[T, M]):
         if on_cluster:
             ensure_shared(self._runs(), self.cluster)
 
+    def _check_reach(self) -> None:
+        """Raise a `UsageError` if workers on the cluster could not connect to this program."""
+        if self.cluster is not None and self._run_options.get("launcher") is None:
+            self.cluster.check_reach(*(self._run_options.get(name) for name in ("driver_host", "driver_port")))
+
     def pickled(self, value: Any) -> bytes:
         """Pickle settings as they travel to the workers, without the values of tensors and arrays."""
         return dumps(value, lambda each: (int, ()) if type(each).__name__ in _VALUES else NotImplemented)
@@ -207,6 +215,7 @@ class FitRun(ABC, Generic[T, M]):
         except Exception as error:  # the job says what is wrong, if it is
             log.debug("nothing is imported ahead: %s", error)
         assert self.cluster is not None
+        assert self._query is not None
         with self._timed("write"):
             self.dataset = written_rows(self.cluster, self._query, self._base_store(), self.given, self._shared)
         if self._shared is None:
@@ -393,9 +402,12 @@ class FitRun(ABC, Generic[T, M]):
         tried, trained, events = self._tried, self.trained, tuple(self._events)
         with self._timed("load"):
             written_with = self.dataset.manifest.about.get("settings", {})
+            inputs = model_inputs(self.dataset, self.given("input_shapes"))
+            names = [] if self._query is None else [name for field in inputs for name in field.columns]
+            types = [] if self._query is None else [self._query.df.schema[name].dataType for name in names]
             model = self.fitted_model(
                 Fitted(
-                    inputs=model_inputs(self.dataset, self.given("input_shapes")),
+                    inputs=inputs,
                     outputs=tried.outputs,
                     output_positions=tried.output_positions,
                     rule=tried.rule,
@@ -404,6 +416,7 @@ class FitRun(ABC, Generic[T, M]):
                     why_not=tried.why_not,
                     pad_to=written_with.get("pad_to", {}),
                     allow_nan=written_with.get("allow_nan", False),
+                    columns={name: kind.simpleString() for name, kind in zip(names, types, strict=True)},
                 )
             )
             # The model has the estimator's uid, as in Spark ML, so that param maps of a CrossValidator reach it.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,9 +13,11 @@ from pyspark.ml import Model
 
 from spark_elastic.data import travel
 from spark_elastic.data.columns import check_travels, find_column, is_case_sensitive
-from spark_elastic.data.manifest import TensorField, names_in, tensor_field, typed, whole_number
-from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
+from spark_elastic.data.manifest import TensorField
+from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.ml import tables
 from spark_elastic.ml.added_columns import BY_CLASS, AddedColumn, OutputShape, spark_type, suits
+from spark_elastic.ml.fitted import Fitted
 from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.serving import Predictor, Serving, tensors_for
 from spark_elastic.ml.shared_params import FeatureColumns, OutputParams
@@ -24,66 +25,6 @@ from spark_elastic.reporting.history import History, draw_training
 from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.session import cluster_of
 from spark_elastic.wire.pickling import dumps
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """The facts of a fit beside the weights."""
-
-    inputs: tuple[TensorField, ...]  # the model's inputs, and the columns they came from
-    outputs: tuple[OutputShape, ...]  # the model's outputs that have a value for each row, for one row
-    rule: str | None = None  # the rule by which the loss makes a prediction of the first output; None if it has none
-    history: History = dataclasses.field(default_factory=History)  # the epochs of the fit
-    events: tuple[Mapping[str, Any], ...] = ()  # the events of the fit's workers
-    why_not: str = ""  # why the model cannot be called with its inputs alone; "" if it can
-    pad_to: Mapping[str, int] = dataclasses.field(default_factory=dict)  # lengths that arrays are padded to, by input
-    allow_nan: bool | Sequence[str] = False  # inputs that may be NaN or infinite; True or False for all of them
-    output_positions: tuple[int, ...] = ()  # their positions among all that the model returns; empty if they are all
-
-    def to_json(self) -> dict[str, Any]:
-        plain = ("rule", "events", "why_not", "pad_to", "allow_nan", "output_positions")
-        return {
-            **{name: getattr(self, name) for name in plain},
-            "inputs": [{**dataclasses.asdict(field), "kind": field.kind.value} for field in self.inputs],
-            "outputs": [dataclasses.asdict(output) for output in self.outputs],
-            "history": self.history.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Fitted:
-        """Rebuild the facts from what `to_json` returned. Raises `CheckpointError`, with the field, for others."""
-        allowed = document.get("allow_nan")
-        try:
-            outputs = [typed({"outputs": one}, "outputs", dict) for one in typed(document, "outputs", list)]
-            # files of 0.2.0 have no positions
-            listed = typed({"output_positions": [], **document}, "output_positions", list)
-            positions = tuple(whole_number(each, "output_positions") for each in listed)
-            if positions and len(positions) != len(outputs):
-                raise ValueError(f"output_positions has {len(positions)} positions for {len(outputs)} outputs")
-            return cls(
-                inputs=tuple(
-                    tensor_field(each, f"inputs[{number}]")
-                    for number, each in enumerate(typed(document, "inputs", list))
-                ),
-                outputs=tuple(
-                    OutputShape(
-                        typed(each, "dtype", str, "outputs."),
-                        tuple(whole_number(size, "outputs.shape") for size in typed(each, "shape", list, "outputs.")),
-                    )
-                    for each in outputs
-                ),
-                rule=typed(document, "rule", str) if document.get("rule") is not None else None,
-                history=History.from_json(document.get("history")),
-                events=tuple(typed({"events": each}, "events", dict) for each in typed(document, "events", list)),
-                why_not=typed(document, "why_not", str),
-                pad_to={
-                    name: whole_number(length, "pad_to") for name, length in typed(document, "pad_to", dict).items()
-                },
-                allow_nan=allowed if isinstance(allowed, bool) else names_in(document, "allow_nan"),
-                output_positions=positions,
-            )
-        except ValueError as error:
-            raise CheckpointError(f"the metadata of the saved model is damaged: {error}") from error
 
 
 def _with_udf(dataset: Any, serving: Serving, functions: Any) -> Any:
@@ -222,22 +163,15 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         schema = self._schema_after(dataset.schema, case_sensitive)
         inputs = self._inputs(dataset.schema)
         features = {name: dataset.schema[name].dataType for field in inputs for name in field.columns}
-        fitted = self._facts_of_fit()
         cluster = cluster_of(dataset.sparkSession)
         cluster.check_executors()
-        key, broadcast = self._shipped(cluster)
-        serving = Serving(
-            key=key,
-            model=broadcast,
-            inputs=tensors_for(dataset.schema, inputs, fitted.pad_to, fitted.allow_nan, case_sensitive),
-            added=self._added(),
-            batch_size=self.getOrDefault("transform_batch_size"),
-            on_gpu=not self.getOrDefault("transform_device").startswith("cpu"),
-            inference_fn=self.getOrDefault("inference_fn"),
+        serving = self._serving(
+            *self._shipped(cluster),
+            dataset.schema,
+            inputs,
+            case_sensitive,
             names=tuple(dataset.columns),
             groups=travel.groups_of({name: kind.typeName() for name, kind in features.items()}),
-            handle_invalid=self.getOrDefault("handle_invalid"),
-            output_positions=fitted.output_positions,
         )
         if cluster.has_arrow_udfs():
             check_travels(features)
@@ -251,6 +185,54 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         # on the way to the executors; the result's columns are matched by position.
         plain = dataset.toDF(*(f"column {index}" for index in range(len(dataset.columns))))
         return plain.mapInArrow(predictions, schema)
+
+    def _serving(
+        self, key: str, model: Any, schema: Any, inputs: tuple[TensorField, ...], case_sensitive: bool, **more: Any
+    ) -> Serving:
+        fitted = self._facts_of_fit()
+        return Serving(
+            key,
+            model,
+            tensors_for(schema, inputs, fitted.pad_to, fitted.allow_nan, case_sensitive),
+            self._added(),
+            batch_size=self.getOrDefault("transform_batch_size"),
+            on_gpu=not self.getOrDefault("transform_device").startswith("cpu"),
+            inference_fn=self.getOrDefault("inference_fn"),
+            handle_invalid=self.getOrDefault("handle_invalid"),
+            output_positions=fitted.output_positions,
+            **more,
+        )
+
+    def predict(self, data: Any) -> Any:
+        """Return the columns that `transform` adds, for rows of this process. Needs no SparkSession and no Java.
+
+        Args:
+            data: A pandas DataFrame or a pyarrow Table with the columns of the features. A vector may be a list, an
+                array, or a vector of pyspark.
+
+        Returns:
+            The added columns: a DataFrame with the same index, or a Table. Arrays and vectors are arrays in it. With
+            `handle_invalid="skip"` it lacks the rows that `transform` leaves out.
+
+        Raises:
+            DataError: A column is missing, or has values that the model does not take.
+            InvalidSettingsError: `data` is something else, or the output columns do not fit the model's outputs.
+        """
+        if not tables.is_table(data):
+            raise InvalidSettingsError(
+                f"predict takes a pandas DataFrame or a pyarrow Table, not {type(data).__module__}."
+                f"{type(data).__name__}; transform takes a Spark DataFrame"
+            )
+        inputs = self._inputs(tables.schema_of(data))
+        batch, schema = tables.features(data, inputs)
+        serving = self._serving("", None, schema, inputs, True, loaded=self._own_predictor())
+        serving = dataclasses.replace(serving, added=tuple(each.plain() for each in serving.added))
+        columns, kept = serving.in_this_process(batch)
+        return tables.in_kind(data, [column.name for column in serving.added], columns, kept)
+
+    def _own_predictor(self) -> Predictor:
+        """Return the model as `predict` calls it, in this process."""
+        raise NotImplementedError
 
     def _facts_of_fit(self) -> Fitted:
         if self._fitted is None:

@@ -15,56 +15,29 @@ Values that JSON cannot hold are stored in one of two ways, and the metadata say
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
-from spark_elastic.data.manifest import names_in, typed, whole_number
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.jobs.driver_callbacks import DriverCallback
 from spark_elastic.ml.params import as_list
 from spark_elastic.ml.saved_folder import saved_folder
+from spark_elastic.ml.saved_stage import DATA, FORMAT, Codec, SavedParts, damage_named, read_stage
 from spark_elastic.redaction import without_secrets
-from spark_elastic.runs.trust import TRUST, TRUST_VARIABLE, granted, is_trusted, trusted_files
+from spark_elastic.runs.trust import TRUST_VARIABLE, granted, is_trusted, trusted_files
+from spark_elastic.spark.connect_session import has_session
 
 log = logging.getLogger("spark_elastic.ml")
 
-FORMAT = 1
-_DATA = "data"
-
 T = TypeVar("T", bound="Savable")
-
-
-class Codec(Protocol):
-    """A framework's way to store objects; SUFFIX is that of files that can be loaded without trust."""
-
-    SUFFIX: str
-
-    def dumps(self, value: Any) -> bytes | None:
-        """Return a file that can be loaded without trust; None if the value contains code of the user's own."""
-
-    def loads(self, file: bytes) -> Any:
-        """Load a file of `dumps`. Raises `CheckpointError` if it is damaged, or needs trust."""
-
-    def pickled(self, value: Any) -> bytes:
-        """Return a pickle, which needs trust."""
-
-
-class SavedParts(NamedTuple):
-    """What a stage saves in addition to its settings."""
-
-    facts: Mapping[str, Any] = {}  # plain values for JSON
-    files: Mapping[str, bytes] = {}
-    objects: Mapping[str, Any] = {}  # values that need the framework's loader or a pickle
-    running: Sequence[str] = ()  # names of what in `files` runs code when it is loaded
 
 
 class Savable(MLWritable, MLReadable[Any]):
@@ -100,7 +73,7 @@ class Savable(MLWritable, MLReadable[Any]):
         """Load what was saved at `path`.
 
         Args:
-            path: A path of Spark's filesystem.
+            path: A path of Spark's filesystem; without a session, one of this machine or a URI.
             trusted: Allow the files to run code; needed only if they hold classes or functions that are not the
                 framework's own, which the error says.
 
@@ -108,6 +81,12 @@ class Savable(MLWritable, MLReadable[Any]):
             CheckpointError: There is no object of this class, it is damaged, or it needs trust.
         """
         return ElasticReader(cls, trusted).load(path)
+
+
+def _folder(handler: MLReader[Any] | MLWriter, path: str) -> Any:
+    """Return the folder at a path in Spark's filesystem, or in this process's own if it has no session."""
+    within = handler._sparkSession is not None or has_session()
+    return saved_folder(handler.sparkSession if within else None, path)
 
 
 class ElasticWriter(MLWriter):
@@ -119,11 +98,11 @@ class ElasticWriter(MLWriter):
 
     def _handleOverwrite(self, path: str) -> None:
         """Delete what was saved at `path`. Called by `save` after `overwrite`."""
-        saved_folder(self.sparkSession, path).delete()
+        _folder(self, path).delete()
 
     def saveImpl(self, path: str) -> None:
         """Save the stage. Raises `CheckpointError` if `path` exists and `overwrite()` was not called."""
-        target = saved_folder(self.sparkSession, path)
+        target = _folder(self, path)
         if target.exists():
             raise CheckpointError(f"{path} exists; save to another path, or use .write().overwrite().save(path)")
         plain, objects, left_out = plain_and_objects(self.instance)
@@ -132,7 +111,7 @@ class ElasticWriter(MLWriter):
         stored, files = _encode(objects, self.instance._saved_together, self.instance._codec())
         warn_of_trust(self.instance, stored, parts.running, path)
         files.update(parts.files)
-        target.write(_DATA, files)
+        target.write(DATA, {**files, **parts.beside})
         about = {
             "format": FORMAT,
             "stored": stored,
@@ -146,23 +125,6 @@ class ElasticWriter(MLWriter):
         target.write_metadata(self.instance, {"sparkElastic": about}, plain)
 
 
-class _Saved:
-    """The metadata of a saved stage. Raises ValueError, with the field's name, if one is missing or of another type."""
-
-    def __init__(self, metadata: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-        self.uid: str = typed(metadata, "uid", str)
-        self.settings: Mapping[str, Any] = typed(metadata, "paramMap", dict)  # the settings that JSON can hold
-        self.stored: Mapping[str, str] = typed(about, "stored", dict)  # "safe:file" or "pickled:file"
-        if not all(isinstance(where, str) for where in self.stored.values()):
-            raise ValueError(f"stored is {self.stored!r:.80}, not the files of settings")
-        self.objects = names_in(about, "objects")  # those of `stored` that are no settings
-        self.files = names_in(about, "files")
-        self.facts: Mapping[str, Any] = typed(about, "facts", dict)
-        self.left_out = names_in({"left_out": [], **about}, "left_out")  # settings with credentials
-        checksums = typed({"checksums": {}, **about}, "checksums", dict)  # none in files of 0.2.0
-        self.checksums = {name: whole_number(crc, name) for name, crc in checksums.items()}
-
-
 class ElasticReader(MLReader[T], Generic[T]):
     """Reads a stage; Spark ML's `read().load(path)`."""
 
@@ -172,53 +134,30 @@ class ElasticReader(MLReader[T], Generic[T]):
         self._instead = instead  # objects to use in place of the saved ones, whose files are then not read
 
     def load(self, path: str) -> T:
-        source = saved_folder(self.sparkSession, path)
-        if not source.exists():
-            raise CheckpointError(f"{path} does not exist")
-        metadata = source.metadata()
-        about, found = metadata.get("sparkElastic"), metadata.get("class")
-        wanted = f"{self._cls.__module__}.{self._cls.__name__}"
-        if not isinstance(about, dict) or found != wanted:
-            raise CheckpointError(f"{path} is a saved {found!s:.200}, not a {wanted}")
-        if about.get("format") != FORMAT:
-            raise CheckpointError(f"{path} has format {about.get('format')!r:.40}; this version reads format {FORMAT}")
-        try:
-            saved = _Saved(metadata, about)
-        except ValueError as error:
-            raise CheckpointError(f"{path} is damaged: in its metadata, {error}") from error
-        files = source.read(_DATA, list(saved.files))
-        for name, expected in saved.checksums.items():
-            if name in files and (found := zlib.crc32(files[name])) != expected:
-                raise CheckpointError(
-                    f"{path} is damaged: {_DATA}/{name} has the checksum {found:08x}, and was written with "
-                    f"{expected:08x}; bring it back from a copy, or save it again"
-                )
+        source = _folder(self, path)
+        stage = read_stage(source, path, f"{self._cls.__module__}.{self._cls.__name__}")
         trusted = self._trusted or is_trusted() or granted(path, source.qualified)
         codec = self._cls._codec()
-        with _damage_named(path):
-            instead = {**self._cls._present(saved.facts), **self._instead}
-        stored = {name: where for name, where in saved.stored.items() if name not in instead}
-        with trusted_files(trusted):
-            values = {**_decode(stored, files, codec, trusted, path), **instead}
+        with damage_named(path):
+            instead = {**self._cls._present(stage.facts), **self._instead}
+        values = stage.values(codec, trusted, instead)
         instance: Any = self._cls()
-        instance._resetUid(saved.uid)
-        beside = {*saved.objects, *instead}
-        if missing := sorted(beside - values.keys()):
-            raise CheckpointError(f"{path} is damaged: its metadata does not say where {missing[0]!r:.80} is stored")
+        instance._resetUid(stage.uid)
+        beside = {*stage.objects, *instead}
         settings = {name: value for name, value in values.items() if name not in beside}
-        for name, value in {**saved.settings, **settings}.items():
+        for name, value in {**stage.settings, **settings}.items():
             if not instance.hasParam(name):
                 raise CheckpointError(f"{path} has a setting {name!r:.80}, which this version does not know")
             instance._set(**{name: value})
-        if saved.left_out:
+        if stage.left_out:
             log.warning(
                 "%s of the %s in %s may hold credentials and was not saved with it: set it again",
-                ", ".join(saved.left_out),
+                ", ".join(stage.left_out),
                 self._cls.__name__,
                 path,
             )
-        with trusted_files(trusted), _damage_named(path):
-            instance._restore(saved.facts, files, {name: values[name] for name in beside})
+        with trusted_files(trusted), damage_named(path):
+            instance._restore(stage.facts, stage.files, {name: values[name] for name in beside})
         return instance  # type: ignore[no-any-return]
 
 
@@ -301,48 +240,3 @@ def _encode(
         files[name] = file
         stored.update(dict.fromkeys(group, f"{how}:{name}"))
     return stored, files
-
-
-@contextlib.contextmanager
-def _damage_named(where: str) -> Iterator[None]:
-    """Raise `CheckpointError`, with the files' names, for whatever a decoder raises at damaged bytes."""
-    try:
-        yield
-    except CheckpointError as error:
-        if where not in error.message and where.rpartition(": ")[2] not in error.message:
-            error.message = f"{where}: {error.message}"
-        raise
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise CheckpointError(f"{where} cannot be loaded: {why}; the file is damaged, or of another version") from error
-
-
-def _decode(
-    stored: Mapping[str, str], files: Mapping[str, bytes], codec: Codec, trusted: bool, path: str
-) -> dict[str, Any]:
-    import cloudpickle
-
-    pickled = sorted(name for name, where in stored.items() if not where.startswith("safe:"))
-    if pickled and not trusted:
-        raise CheckpointError(
-            f"{', '.join(pickled)} in {path} can only be loaded by running code that the file names, because it is a "
-            f"class or function that is not the framework's own. {TRUST}"
-        )
-    values: dict[str, Any] = {}
-    for where in sorted(set(stored.values())):
-        how, _, name = where.partition(":")
-        if name not in files or how not in ("safe", "pickled"):
-            raise CheckpointError(
-                f"{path} is damaged: its metadata refers to {where!r}, which is not 'safe:' or 'pickled:' with a file"
-            )
-        with _damage_named(f"{path}: {name}"):
-            try:
-                loaded = codec.loads(files[name]) if how == "safe" else cloudpickle.loads(files[name])
-            except ModuleNotFoundError as error:
-                package = (error.name or str(error)).partition(".")[0]
-                raise CheckpointError(
-                    f"{name} in {path} needs the package {package}, which cannot be imported here; install it, or add "
-                    "the module of your own to this process's path"
-                ) from error
-            values.update({key: value for key, value in loaded.items() if stored.get(key) == where})
-    return values

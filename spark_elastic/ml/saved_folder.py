@@ -1,35 +1,45 @@
-"""The folder that a stage is saved in: of the filesystem that Spark uses, or on Spark Connect of this machine's own.
+"""The folder that a stage is saved in: of the filesystem that Spark uses, or else of this machine's own.
 
-A Connect session gives no access to the server's filesystem. So a path without a scheme is one of this machine, and a
-URI (s3://, gs://, hdfs://) is opened from here. The files are the same, and either kind of session loads them.
+Without a session, and with one of Spark Connect, Spark's filesystem is out of reach. So a path without a scheme is one
+of this machine, and a URI (s3://, gs://, hdfs://) is opened from here. The files are the same in each case.
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-
-from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError
 from spark_elastic.spark.connect_session import is_connect
+from spark_elastic.spark.failures import refused_call
 
 _METADATA = "metadata"
 _FILE = re.compile(r"[A-Za-z0-9_.-]{1,200}")  # names of files that a stage has: settings, joined with "-", and a suffix
 
 
 def saved_folder(spark: Any, path: str) -> StoreFolder | SparkFolder:
-    """Return the folder of a saved stage at a path, as this session sees it."""
-    return StoreFolder(spark, path) if is_connect(spark) else SparkFolder(spark, path)
+    """Return the folder of a saved stage at a path, as this session sees it; as this process does if it is None."""
+    if spark is None or is_connect(spark):
+        return StoreFolder(spark, path)
+    try:
+        return SparkFolder(spark, path)
+    except Exception as error:
+        if refused_call(error) is None:  # of a platform that keeps Spark's filesystem to itself
+            raise
+        return StoreFolder(spark, path)
 
 
 class _Folder(ABC):
+    hint = ""  # added to the error if there is no such folder
+
     def __init__(self, spark: Any, path: str) -> None:
         self._spark = spark
         self._path = path
@@ -59,6 +69,8 @@ class StoreFolder(_Folder):
     def __init__(self, spark: Any, path: str) -> None:
         super().__init__(spark, path)
         self._store = Store.create(path)
+        if spark is None and self._store.is_local:
+            self.hint = " on this machine, where it is looked for because there is no SparkSession"
 
     def qualified(self, path: str) -> str:
         """Return the full URI of a path, without ".."; on the default filesystem if it names none."""
@@ -71,7 +83,12 @@ class StoreFolder(_Folder):
         self._store.delete()
 
     def write_metadata(self, instance: Any, extra: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        text = DefaultParamsWriter._get_metadata_to_save(instance, self._spark, dict(extra), dict(settings))
+        import pyspark
+        from pyspark.ml.util import DefaultParamsWriter
+
+        version = pyspark.__version__ if self._spark is None else self._spark.version
+        known: Any = SimpleNamespace(version=version)  # all that is asked of a session
+        text = DefaultParamsWriter._get_metadata_to_save(instance, known, dict(extra), dict(settings))
         self._store.write_bytes(f"{_METADATA}/part-00000", text.encode() + b"\n")
         self._store.write_bytes(f"{_METADATA}/_SUCCESS", b"")
 
@@ -81,7 +98,7 @@ class StoreFolder(_Folder):
         text = next(filter(None, (self._store.read_bytes(part).strip() for part in parts)), None)
         if text is None:
             raise CheckpointError(f"{self._path} is incomplete: it has no metadata")
-        return _decoded(lambda: DefaultParamsReader._parseMetaData(text.splitlines()[0].decode(), ""), self._path)
+        return _decoded(lambda: json.loads(text.splitlines()[0].decode()), self._path)
 
     def write(self, folder: str, files: Mapping[str, bytes]) -> None:
         for name, content in files.items():
@@ -131,12 +148,16 @@ class SparkFolder(_Folder):
         self._filesystem.delete(self._root, True)
 
     def write_metadata(self, instance: Any, extra: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        from pyspark.ml.util import DefaultParamsWriter
+
         context = self._spark.sparkContext
         DefaultParamsWriter.saveMetadata(
             instance, self._path, context, extraMetadata=dict(extra), paramMap=dict(settings)
         )
 
     def metadata(self) -> dict[str, Any]:
+        from pyspark.ml.util import DefaultParamsReader
+
         return _decoded(lambda: DefaultParamsReader.loadMetadata(self._path, self._spark.sparkContext), self._path)
 
     def write(self, folder: str, files: Mapping[str, bytes]) -> None:

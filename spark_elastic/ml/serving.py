@@ -1,4 +1,4 @@
-"""The code of `transform` on executors: Arrow batches to model inputs, through the model, to `added_columns`."""
+"""The code of `transform` and `predict`: Arrow batches to model inputs, through the model, to `added_columns`."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ HANDLE_INVALID = "handle_invalid='skip' leaves such rows out of the result, 'kee
 _VARIABLE = (Kind.BYTES, Kind.ARRAY, Kind.STRING)
 ROWS = 4096  # rows of a batch, unless transform_batch_size or the predictor says otherwise
 BATCH_BYTES = 64 << 20  # most bytes of a batch's inputs, unless transform_batch_size gives its rows
+_ROWS_AT_ONCE = 10_000  # that `predict` makes model inputs of, as many as Spark sends in a batch
 MAX_LOADED_MODELS = 2  # models that a Python worker keeps loaded: the present one, and the one before it
 
 
@@ -64,7 +65,7 @@ def tensors_for(
         shapes={field.name: field.shape for field in inputs if field.kind not in _VARIABLE and field.shape},
         pad_to={name: length for name, length in pad_to.items() if name in {field.name for field in inputs}},
         variable=tuple(field.name for field in inputs if field.kind in (Kind.BYTES, Kind.ARRAY)),
-        sparse={field.name: False for field in inputs if field.kind is Kind.SPARSE},
+        sparse={field.name: False for field in inputs if types[field.columns[0]] == "vectorudt"},
         allow_nan=allow_nan if isinstance(allow_nan, bool) else [f.name for f in inputs if f.name in allow_nan],
     )
     return request.resolve(schema, case_sensitive)
@@ -170,6 +171,7 @@ class Serving:
     groups: travel.Groups = ()  # the features as the UDF receives them; several may travel as one column
     handle_invalid: str = "error"
     output_positions: tuple[int, ...] = ()  # positions of the outputs that have a value for each row; empty if all have
+    loaded: Predictor | None = None  # the model, if this process has it; `model` is not read then
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
@@ -177,7 +179,7 @@ class Serving:
         read = FeatureReader(self.inputs)
         for plain in batches:
             batch = pa.RecordBatch.from_arrays(plain.columns, self.names or plain.schema.names)
-            arrays, kept = self._added_to(batch, read)
+            arrays, kept = self.added_to(batch, read)
             if not kept.all():
                 plain = plain.filter(pa.array(kept))
             fields = [pa.field(c.name, a.type, nullable=self.keeps) for c, a in zip(self.added, arrays, strict=True)]
@@ -195,12 +197,22 @@ class Serving:
             columns = list(given) if isinstance(given, tuple) else [given]
             names = [str(number) for number in range(len(columns))]
             batch = travel.arrived(pa.RecordBatch.from_arrays(columns, names), self.groups)
-            arrays, kept = self._added_to(batch, read)
+            arrays, kept = self.added_to(batch, read)
             fields = [pa.field(str(n), each.type, nullable=self.keeps) for n, each in enumerate(arrays)]
             structs = pa.StructArray.from_arrays(arrays, fields=fields)
             offsets = pa.array(np.concatenate([[0], np.cumsum(kept)]), pa.int32())
             element = pa.field("element", structs.type, nullable=False)
             yield pa.ListArray.from_arrays(offsets, structs, type=pa.list_(element))
+
+    def in_this_process(self, rows: pa.RecordBatch) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
+        """Return the added columns of the rows that stay, and which rows these are."""
+        import pyarrow as pa
+
+        read = FeatureReader(self.inputs)
+        starts = range(0, max(rows.num_rows, 1), _ROWS_AT_ONCE)
+        made = [self.added_to(rows.slice(start, _ROWS_AT_ONCE), read) for start in starts]
+        columns = [pa.concat_arrays(parts) for parts in zip(*(arrays for arrays, _ in made), strict=True)]
+        return columns, np.concatenate([kept for _, kept in made])
 
     @property
     def keeps(self) -> bool:
@@ -211,7 +223,7 @@ class Serving:
     def _cache_key(self) -> str:
         return " ".join([self.key, *accelerators_in_task()]) if self.on_gpu else self.key
 
-    def _added_to(self, batch: pa.RecordBatch, read: FeatureReader) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
+    def added_to(self, batch: pa.RecordBatch, read: FeatureReader) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
         """Return the added columns of the rows of a batch that stay, and which rows these are."""
         import pyarrow as pa
 
@@ -221,7 +233,9 @@ class Serving:
             valid = np.flatnonzero(~read.missing(batch))
         given = batch if len(valid) == rows else batch.take(pa.array(valid))
         if len(valid):
-            parts, undecided = self._values(_loaded(self._cache_key, self.model), read(given), len(valid))
+            parts, undecided = self._values(
+                self.loaded or _loaded(self._cache_key, self.model), read(given), len(valid)
+            )
             if undecided.any():
                 if self.handle_invalid == "error":
                     wrong = int(undecided.sum())

@@ -19,6 +19,7 @@ from spark_elastic.spark.cluster import Cluster, SlotCount, TaskRun
 from spark_elastic.spark.console import bar_hidden, quiet_log, shown
 from spark_elastic.spark.executor_python import NEEDED, NEEDED_FOR_ROWS
 from spark_elastic.spark.executors import ExecutorWatch
+from spark_elastic.spark.failures import not_allowed, refused_call
 from spark_elastic.spark.launcher import SparkLauncher
 from spark_elastic.wire.interfaces import plain_address
 from spark_elastic.wire.messages import LaunchSpec
@@ -58,9 +59,20 @@ class ClassicCluster(Cluster):
             raise InvalidSettingsError(
                 "PYSPARK_PIN_THREAD=false is not supported; unset it and start the session again"
             )
+        self._check_calls()
         self.check_speculation()
         if self.is_local:
             self.check_executors(self.needed_by_workers)
+
+    def _check_calls(self) -> None:
+        """Raise NoSparkContextError where Python may not call what no job can do without."""
+        try:
+            context = jvm.jvm_context(self.context)
+            context.setLocalProperties(context.getLocalProperties())
+        except Exception as error:
+            if (method := refused_call(error)) is None:
+                raise
+            raise NoSparkContextError(not_allowed(method)) from None
 
     def setting(self, name: str, default: str | None = None) -> str | None:
         return jvm.setting_of(self.context, name, default)
@@ -145,22 +157,28 @@ class ClassicCluster(Cluster):
     def count_slots(self) -> SlotCount:
         """Asks the scheduler, which takes milliseconds."""
         context = jvm.jvm_context(self.context)
-        now = jvm.slots_now(context)
-        executors = 1 if self.is_local else int(context.getExecutorIds().size())
+        now = jvm.slots_now(self.context)
+        known = None if self.is_local else jvm.executor_ids(self.context)
+        executors = "executors" if known is None else counted(len(known), "executor")
         cpus = self.setting("spark.task.cpus", "1")
-        where = f"{counted(executors, 'executor')} with {now} slots in all (spark.task.cpus={cpus})"
+        slots = "an unknown number of" if now is None else now
+        where = f"{'1 executor' if self.is_local else executors} with {slots} slots in all (spark.task.cpus={cpus})"
         if not self.allocates_dynamically():
             return SlotCount(now, now, where)
         most_executors = self.setting("spark.dynamicAllocation.maxExecutors")
         if most_executors is None:
             return SlotCount(now, None, where)
-        profile = context.resourceProfileManager().defaultResourceProfile()
-        per_executor = int(profile.maxTasksPerExecutor(context.conf()))
-        return SlotCount(now, max(int(most_executors) * per_executor, now), where)
+        per_executor = jvm.if_allowed(
+            lambda: int(context.resourceProfileManager().defaultResourceProfile().maxTasksPerExecutor(context.conf())),
+            None,
+        )
+        if per_executor is None:
+            return SlotCount(now, None, where)
+        return SlotCount(now, max(int(most_executors) * per_executor, now or 0), where)
 
     def fixed_slots(self) -> int | None:
-        now = jvm.slots_now(jvm.jvm_context(self.context))
-        if self.is_local:
+        now = jvm.slots_now(self.context)
+        if self.is_local or now is None:
             return now
         sizes = _LOCAL_CLUSTER.fullmatch(self.master)
         if sizes is None or self.allocates_dynamically():
@@ -168,12 +186,14 @@ class ClassicCluster(Cluster):
         return max(int(sizes[1]) * (int(sizes[2]) // int(self.setting("spark.task.cpus", "1") or 1)), now)
 
     def slots_free(self) -> int | None:
-        context = jvm.jvm_context(self.context)
-        running = str(context.taskScheduler().runningTasksByExecutors().values().mkString(" "))
-        return max(0, jvm.slots_now(context) - sum(map(int, running.split())))
+        scheduler = jvm.jvm_context(self.context).taskScheduler
+        running = jvm.if_allowed(lambda: str(scheduler().runningTasksByExecutors().values().mkString(" ")), None)
+        now = jvm.slots_now(self.context)
+        return None if running is None or now is None else max(0, now - sum(map(int, running.split())))
 
     def executors(self) -> frozenset[str] | None:
-        return frozenset() if self.is_local else frozenset(jvm.executor_ids(self.context))
+        ids = [] if self.is_local else jvm.executor_ids(self.context)
+        return None if ids is None else frozenset(ids)
 
     # --- a job ------------------------------------------------------------------------------------
 

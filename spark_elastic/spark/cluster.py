@@ -242,7 +242,7 @@ class Cluster(abc.ABC):
         """Return the number of workers to start if the user gives none."""
         now = self.count_slots().now
         if now is None:
-            raise InvalidSettingsError("the Spark Connect server does not show its task slots; give num_proc")
+            raise InvalidSettingsError("the session does not show the cluster's task slots; give num_proc")
         if now < 1:
             raise InvalidSettingsError("the cluster has no task slot at the moment; give num_proc to wait for some")
         return now
@@ -267,6 +267,15 @@ class Cluster(abc.ABC):
             raise InvalidSettingsError(
                 f"{given} is for Spark Connect; a classic session has spark.driver.host and spark.submit.pyFiles"
             )
+
+    def check_platform(self, driver_host: str | None) -> None:  # noqa: B027
+        """Raise NoSparkContextError if the session is on a platform, known by name, whose tasks reach no program."""
+
+    def check_reach(self, driver_host: str | None, port: int | str | None) -> None:  # noqa: B027
+        """Raise a `UsageError` if tasks cannot connect to this program, behind Spark Connect; `port` is `driver_port`.
+
+        For a caller who does other work before the job, whose probe asks the same.
+        """
 
     @abc.abstractmethod
     def listen_at(self) -> tuple[str, tuple[str, ...]]:

@@ -21,17 +21,24 @@ from spark_elastic.spark import package
 from spark_elastic.spark.agent_task import AgentEntry
 from spark_elastic.spark.cluster import Cluster, SlotCount
 from spark_elastic.spark.connect_launcher import ConnectLauncher
-from spark_elastic.spark.connect_session import Sent, rows_of_tasks, server_answers, server_of
+from spark_elastic.spark.connect_session import Sent, databricks_of, rows_of_tasks, server_answers, server_of
+from spark_elastic.spark.executor_process import look_at_slot
 from spark_elastic.spark.executor_python import NEEDED_ON_CONNECT, ON_CONNECT
 from spark_elastic.spark.jvm import is_local_master
-from spark_elastic.spark.reachability import candidate_addresses
+from spark_elastic.spark.reachability import answering, candidate_addresses
+from spark_elastic.wire.framing import new_key
 from spark_elastic.wire.interfaces import THIS_MACHINE, address_of, every_address, on_this_machine
 from spark_elastic.wire.messages import LaunchSpec
+from spark_elastic.wire.ports import listen
 
 log = logging.getLogger(__name__)
 
 INLINE_BYTES = 128 * 1024
 """Larger data is sent once as a file instead of in each query: a message of Spark Connect has 128 MiB at most."""
+REACH_PATIENCE_S = 10.0
+"""Seconds that `check_reach` waits for a slot: the answer of a task that runs takes two."""
+_reached: set[tuple[str, str | None, int | str | None]] = set()
+"""(session, driver_host, driver_port) with which a task has reached this program."""
 _RANGE = re.compile(r"Range \(0, \d+, step=1, splits=(\d+)\)")
 _LOCAL = re.compile(r"local\[\s*(\d+)\s*(?:,\s*\d+\s*)?\]")
 
@@ -149,13 +156,45 @@ class ConnectCluster(Cluster):
         if ship_package:
             package.ship_package(self.context)
 
+    def check_platform(self, driver_host: str | None) -> None:
+        if driver_host is None and (name := databricks_of(self.context)) is not None:
+            raise NoSparkContextError(
+                f"workers cannot train on {name}, whose tasks do not reach this program: run it on a cluster with "
+                "dedicated access mode, in a notebook or a job there, or if they do reach it, name its address "
+                "(driver_host=)"
+            )
+
+    def check_reach(self, driver_host: str | None, port: int | str | None) -> None:
+        self.check_platform(driver_host)
+        self._driver_host = driver_host
+        about = (self.id, driver_host, port)
+        if about in _reached or (driver_host is None and self.is_local):
+            return
+        bind, hosts = self.listen_at()
+        key = new_key()
+        with listen(bind, self.ports("driver_port", port), "driver_port", backlog=8) as listening:
+            here = listening.getsockname()[1]
+            look = functools.partial(look_at_slot, tuple((host, here) for host in hosts), key)
+            with answering(listening, key):
+                run = self.start_tasks(_sending(look), 1, "spark_elastic: look whether tasks reach this program")
+                if not run.wait(REACH_PATIENCE_S):  # all slots are in use; the job's probe waits for them
+                    run.cancel(0.0)
+                    return
+        if run.error is None:  # otherwise something else is wrong, which the caller finds out
+            self._refuse_unreached([reach for _, reach in run.rows], 1, hosts, here)
+            _reached.add(about)
+
     def listen_at(self) -> tuple[str, tuple[str, ...]]:
         """Executors may be on other machines than the server, so without `driver_host` all addresses are tried."""
         if self._driver_host is not None:
             return every_address(), (self._driver_host,)
         if self.is_local:
             return THIS_MACHINE, (THIS_MACHINE,)
-        return every_address(), candidate_addresses(server_of(self.context)[0])
+        try:
+            server = server_of(self.context)[0]
+        except ValueError:  # a socket of this machine, without a port
+            server = THIS_MACHINE
+        return every_address(), candidate_addresses(server)
 
     def _launchers(self, spec: LaunchSpec, agent: AgentEntry) -> Callable[[OnEnded], Launcher]:
         def payload(slot: SlotId) -> bytes:
@@ -168,10 +207,24 @@ class ConnectCluster(Cluster):
         return lambda ended: ConnectLauncher(self.context, agent, payload, ended)
 
     def take_reaches(self, spec: LaunchSpec, need: int, reaches: Sequence[Reach]) -> None:
-        without = [reach for reach in reaches if not reach.reached]
         hosts, port = tuple(host for host, _ in spec.driver_addresses), spec.driver_addresses[0][1]
+        self._refuse_unreached(reaches, need, hosts, port)
+        best = sorted(hosts, key=lambda host: -sum(host in reach.reached for reach in reaches))
+        self._addresses[spec.job] = tuple((host, port) for host in best)
+
+    @staticmethod
+    def _refuse_unreached(reaches: Sequence[Reach], need: int, hosts: tuple[str, ...], port: int) -> None:
+        """Raise DriverUnreachableError if too few tasks have reached this program."""
+        without = [reach for reach in reaches if not reach.reached]
         if without and len(reaches) - len(without) < min(need, len(reaches)):
             tried = "; ".join(f"{address}: {why}" for address, why in without[0].failed.items())
             raise DriverUnreachableError(addresses=hosts, port=port, tried=f"from host {without[0].host}: {tried}")
-        best = sorted(hosts, key=lambda host: -sum(host in reach.reached for reach in reaches))
-        self._addresses[spec.job] = tuple((host, port) for host in best)
+
+
+def _sending(look: Callable[[], Any]) -> Callable[[Any], list[Any]]:
+    """Return the function of a task that returns what `look` has seen; it is pickled by value."""
+
+    def task(_rows: Any) -> list[Any]:
+        return [look()]
+
+    return task

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import importlib
 import importlib.util
+import os
 import pickle
 import re
 import socket
@@ -67,6 +68,28 @@ def active_session() -> Any:
         return found if found is not None else kind._get_default_session()
     except Exception:  # there is none; which error that raises depends on Spark's version
         return None
+
+
+def has_session() -> bool:
+    """Return whether this process has a session of either kind, or a SparkContext. Starts nothing."""
+    context = getattr(sys.modules.get("pyspark"), "SparkContext", None)
+    return active_session() is not None or getattr(context, "_active_spark_context", None) is not None
+
+
+def databricks_of(session: Any) -> str | None:
+    """Return the name of the Databricks compute behind a session, whose tasks connect to no program; None elsewhere."""
+    version = os.environ.get("DATABRICKS_RUNTIME_VERSION", "")
+    if "DATABRICKS_ENV_VERSION" in os.environ or version.startswith("client."):
+        return "serverless compute of Databricks"
+    if version:
+        return "a Databricks cluster with standard access mode"
+    client = session.client
+    try:
+        metadata = client.metadata() if hasattr(client, "metadata") else client._builder.metadata()
+        names = {name for name, _ in metadata}
+    except Exception:  # not a public interface
+        return None
+    return "Databricks Connect" if names & {"x-databricks-session-id", "x-databricks-cluster-id"} else None
 
 
 def server_of(session: Any) -> tuple[str, int]:

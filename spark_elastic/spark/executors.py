@@ -14,8 +14,14 @@ from spark_elastic import clock
 from spark_elastic.membership.events import ExecutorDecommissioned, ExecutorLost
 from spark_elastic.membership.reasons import LossCause, LossKind
 from spark_elastic.spark.bus import EVENT, BusListener
-from spark_elastic.spark.failures import loss_of_executor
-from spark_elastic.spark.jvm import close_connection, executor_ids, is_local_master, jvm_context, slots_now
+from spark_elastic.spark.failures import loss_of_executor, refused_call
+from spark_elastic.spark.jvm import (
+    close_connection,
+    executor_ids,
+    is_local_master,
+    jvm_context,
+    slots_now,
+)
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -41,6 +47,8 @@ class ExecutorWatch:
         self._stopping = threading.Event()
         self._known: set[str] = set()
         self._leaving: set[str] = set()
+        self._asks = True
+        """False once the scheduler is known not to answer."""
         self._slots: int | None = None
         """The slots when each executor was last asked about; None if that has to be done again."""
         self._inactive: set[str] = set()
@@ -57,14 +65,18 @@ class ExecutorWatch:
         if is_local_master(self._sc.master):
             return
         jvm: Any = self._sc._jvm
-        self._events = jvm.java.util.concurrent.LinkedBlockingQueue()
-        self._milliseconds = jvm.java.util.concurrent.TimeUnit.MILLISECONDS
         try:
+            self._events = jvm.java.util.concurrent.LinkedBlockingQueue()
+            self._milliseconds = jvm.java.util.concurrent.TimeUnit.MILLISECONDS
             wanted = dict.fromkeys(("onExecutorAdded", "onExecutorRemoved"), (self._events, EVENT))
             self._listener = BusListener(self._sc, wanted)
         except Exception as error:  # the watch works without it, whatever the JVM lacks
             log.warning("no executor listener (%s); lost executors are seen by asking every %.1f s", error, _INTERVAL_S)
-        self._known = set(executor_ids(self._sc))  # after the listener, so that no executor is missed in between
+        known = executor_ids(self._sc)  # after the listener, so that no executor is missed in between
+        if known is None and self._listener is None:
+            log.warning("executors are no longer watched: Spark may not be asked for them here")
+            return
+        self._known = set(known or ())
         self._thread = threading.Thread(target=self._run, name="spark_elastic executors", daemon=True)
         self._thread.start()
 
@@ -112,12 +124,18 @@ class ExecutorWatch:
                     self._known.discard(executor)
                     self._removed.add(executor)
                     self._post(ExecutorLost(executor, loss_of_executor(str(event.reason()))))
-        if not self._stopping.is_set():
-            self._ask_for_decommissions()
+        if not self._stopping.is_set() and self._asks:
+            try:
+                self._ask_for_decommissions()
+            except Exception as error:
+                if refused_call(error) is None:
+                    raise
+                self._asks = False
+                log.info("%s may not be called here: decommissions are not seen in advance", refused_call(error))
 
     def _compare(self) -> None:
         """Report the executors that are no longer registered."""
-        present = set(executor_ids(self._sc))
+        present = set(executor_ids(self._sc) or ())
         for executor in sorted(self._known - present):
             self._post(ExecutorLost(executor, LossCause(LossKind.EXECUTOR_UNLISTED)))
         if present != self._known:
@@ -125,8 +143,10 @@ class ExecutorWatch:
 
     def _ask_for_decommissions(self) -> None:
         context = jvm_context(self._sc)
-        slots = slots_now(context)  # before the executors are asked about, so that a change meanwhile is seen next time
-        if slots == self._slots:
+        slots = slots_now(
+            self._sc
+        )  # before the executors are asked about, so that a change meanwhile is seen next time
+        if slots is not None and slots == self._slots:
             asked = self._inactive & self._known
         else:
             self._slots, asked = slots, self._known - self._leaving

@@ -22,9 +22,24 @@ _RESULT_SIZE = re.compile(
     r"(?:Total size of serialized results|serialized results of).*?spark\.driver\.maxResultSize[^\n]*"
 )
 _EXIT_CODE = re.compile(r"(?:[Ee]xited with(?: code)?|exit code|Exit status:?) ?(-?\d+)")
+_REFUSED = re.compile(r"Py4JSecurityException: (?:Method|Constructor) (?:.*?\s)?([\w.$]+)\(.*is not \w+listed")
 _SYMPTOM = re.compile(r"connection|channel|[Ww]orker lost|unreachable")
 """Words in which Spark says how it noticed a loss. The cause often arrives a moment later."""
 _CANCELLED = re.compile(r"Job \d+ cancelled(?: part of cancelled job group \S+| because (.*)|(.*))")
+
+
+def refused_call(error: BaseException | str) -> str | None:
+    """Return the method of the JVM that a platform's list of allowed calls lacks; None if the error is another one."""
+    found = _REFUSED.search(str(error))
+    return None if found is None else found[1]
+
+
+def not_allowed(method: str) -> str:
+    """Return the sentence about a method that no job can do without, and that the platform does not allow."""
+    return (
+        f"this platform does not allow Python to call {method} of Spark (a list of py4j); run on a cluster without "
+        "such a list, on Databricks with dedicated access mode"
+    )
 
 
 def loss_of(message: str) -> LossCause:
@@ -45,6 +60,8 @@ def loss_of(message: str) -> LossCause:
             f"the executors cannot import {'spark_elastic' if ours else name}: install it into the Python that they "
             f"run (PYSPARK_PYTHON){send if ours else ''}"
         )
+    if method := refused_call(message):
+        return reported(not_allowed(method))
     if _PYTHON_VERSION.search(message):
         return reported(
             f"the executors run another Python than the driver; before the session starts, set {PYTHON_SETTING} to a "
@@ -117,7 +134,7 @@ def loss_of_error(error: BaseException) -> LossCause:
 
 def failed_in_driver(error: Exception) -> bool:
     """Return True if a job failed in the driver before any executor was involved: a full disk, no descriptors."""
-    if "Task serialization failed" in (_java_message(error) or ""):
+    if "Task serialization failed" in (_java_message(error) or "") or refused_call(error) is not None:
         return True
     return isinstance(error, (OSError, pickle.PicklingError)) and not isinstance(error, ConnectionError)
 

@@ -1,15 +1,36 @@
-"""The calls of Spark's JVM through Py4J: settings, the connection, task slots."""
+"""The calls of Spark's JVM through Py4J: settings, the connection, task slots.
+
+Some platforms let Python call listed methods of the JVM alone. What has another way is done that way (`if_allowed`).
+"""
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from spark_elastic.membership.reasons import LossCause, LossKind, reported
-from spark_elastic.spark.failures import JVM_GONE, STOPPED
+from spark_elastic.spark.failures import JVM_GONE, STOPPED, refused_call
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def if_allowed(call: Callable[[], T], otherwise: T) -> T:
+    """Return what a call of the JVM returns; `otherwise` if the platform does not allow it."""
+    try:
+        return call()
+    except Exception as error:
+        if refused_call(error) is None:
+            raise
+        log.debug("%s is not allowed here", refused_call(error))
+        return otherwise
+
 
 # --- settings and the connection to the JVM ------------------------------------------------------------------
 
@@ -39,7 +60,7 @@ def why_gone(sc: SparkContext) -> LossCause | None:
     from py4j.protocol import Py4JNetworkError
 
     try:
-        return reported(STOPPED) if jvm_context(sc).isStopped() else None
+        return reported(STOPPED) if if_allowed(jvm_context(sc).isStopped, False) else None
     except RuntimeError as error:
         return reported(str(error))
     except (Py4JNetworkError, ConnectionError):
@@ -66,11 +87,25 @@ def close_connection(context: Any) -> None:
 # --- slots --------------------------------------------------------------------------------------
 
 
-def slots_now(context: Any) -> int:
-    """Return the slots of all active executors: without those that are lost, removed or decommissioned."""
-    return int(context.maxNumConcurrentTasks(context.resourceProfileManager().defaultResourceProfile()))
+def slots_now(sc: SparkContext) -> int | None:
+    """Return the slots of all active executors: without those that are lost, removed or decommissioned.
+
+    Where the scheduler may not be asked, by the executors' cores; None if their number is hidden by a setting.
+    """
+    context = jvm_context(sc)
+    slots = if_allowed(
+        lambda: int(context.maxNumConcurrentTasks(context.resourceProfileManager().defaultResourceProfile())), None
+    )
+    if slots is not None or setting_of(sc, "spark.default.parallelism") is not None:
+        return slots
+    cores = if_allowed(lambda: int(context.defaultParallelism()), None)
+    return None if cores is None else cores // int(setting_of(sc, "spark.task.cpus", "1") or 1)
 
 
-def executor_ids(sc: SparkContext) -> list[str]:
-    """Return the registered executors. Not for local mode, where Spark logs a warning at each call."""
-    return str(jvm_context(sc).getExecutorIds().mkString("\n")).split()  # one call, not one for each
+def executor_ids(sc: SparkContext) -> list[str] | None:
+    """Return the registered executors; None if they may not be asked for.
+
+    Not for local mode, where Spark logs a warning at each call.
+    """
+    ids = if_allowed(lambda: str(jvm_context(sc).getExecutorIds().mkString("\n")), None)  # one call, not one for each
+    return None if ids is None else ids.split()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from spark_elastic.membership.reasons import LossCause
 from spark_elastic.spark.bus import EVENT, BusListener
 from spark_elastic.spark.failures import loss_of
-from spark_elastic.spark.jvm import jvm_context
+from spark_elastic.spark.jvm import if_allowed, jvm_context
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -75,20 +75,20 @@ class SlotJobs:
         self._source: Any = self._sc.parallelize([0], 1)
         """The RDD of one row that the tasks are functions of; one for all jobs."""
         self._source.ctx = source_context
-        self._seconds = jvm.java.util.concurrent.TimeUnit.SECONDS
+        self._seconds: Any = if_allowed(lambda: jvm.java.util.concurrent.TimeUnit.SECONDS, None)
         # No interruptOnCancel: an interrupt does not reach the Python process any sooner. With or without it the
         # executor kills the process 2-4 s after the cancellation (spark.python.task.killTimeout), so agents are asked
         # to end before that.
         self._properties.setProperty("spark.job.interruptOnCancel", "false")
-        # Tasks are many, in other jobs of the application: only the numbers of their stages are kept, each once.
-        self._events: Any = jvm.java.util.concurrent.LinkedBlockingQueue()
-        self._stages: Any = jvm.java.util.concurrent.ConcurrentSkipListSet()
-        wanted = {
-            "onJobStart": (self._events, EVENT),
-            "onJobEnd": (self._events, "jobId"),
-            "onTaskEnd": (self._stages, "stageId"),
-        }
         try:
+            # Tasks are many, in other jobs of the application: only the numbers of their stages are kept, each once.
+            self._events: Any = jvm.java.util.concurrent.LinkedBlockingQueue()
+            self._stages: Any = jvm.java.util.concurrent.ConcurrentSkipListSet()
+            wanted = {
+                "onJobStart": (self._events, EVENT),
+                "onJobEnd": (self._events, "jobId"),
+                "onTaskEnd": (self._stages, "stageId"),
+            }
             self._listener = BusListener(self._sc, wanted)
         except Exception as error:  # jobs run without it, whatever the JVM lacks
             log.warning("no job listener (%s); the ends of slots are seen by asking for them, some each second", error)
@@ -146,7 +146,7 @@ class SlotJobs:
             Exception: The reason why the job failed or was cancelled.
             py4j.protocol.Py4JJavaError: Also if the job has not ended after all.
         """
-        parts = job.future.get(_END_S, self._seconds)
+        parts = job.future.get() if self._seconds is None else job.future.get(_END_S, self._seconds)
         rows: list[Any] = []
         for index in range(parts.size()):
             part = cast(bytes, parts.get(index))
@@ -155,6 +155,9 @@ class SlotJobs:
 
     def failure(self, job: SlotJob) -> LossCause | None:
         """Return the cause of the first failed task of a job; None if none is known to have failed."""
+        return if_allowed(lambda: self._failure(job), None)
+
+    def _failure(self, job: SlotJob) -> LossCause | None:
         stage = job.stage
         if stage is None:
             known = self._context.statusTracker().getJobInfo(job.id)

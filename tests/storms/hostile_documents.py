@@ -27,7 +27,7 @@ from spark_elastic.data.manifest import CHECKSUM, MANIFEST_NAME, TensorField
 from spark_elastic.data.store import Store
 from spark_elastic.errors import SparkElasticError
 from spark_elastic.ml.added_columns import OutputShape
-from spark_elastic.ml.model import Fitted
+from spark_elastic.ml.fitted import Fitted
 from spark_elastic.ml.torch.model import ElasticTorchModel
 from spark_elastic.reporting.history import History
 from spark_elastic.runs.checkpoints import MANIFEST, CheckpointFacts, Checkpoints, Contents

@@ -20,7 +20,7 @@ from spark_elastic.ml.estimator import ElasticEstimator
 from spark_elastic.ml.keras.model import ElasticKerasModel
 from spark_elastic.ml.keras.tensorflow_setup import check_backend
 from spark_elastic.ml.params import keyword_only, same_keywords, setting
-from spark_elastic.ml.persistence import Codec
+from spark_elastic.ml.saved_stage import Codec
 
 if TYPE_CHECKING:
     import keras

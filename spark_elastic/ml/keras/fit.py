@@ -10,6 +10,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError
 from spark_elastic.ml.fingerprint import described
 from spark_elastic.ml.fit import FitRun
+from spark_elastic.ml.fitted import Fitted
 from spark_elastic.ml.keras import compiling
 from spark_elastic.ml.keras.callbacks import check_callbacks
 from spark_elastic.ml.keras.dry_run import dry_run
@@ -20,7 +21,6 @@ from spark_elastic.ml.keras.serialization import comparable_config, fill
 from spark_elastic.ml.keras.spec import MODEL_FILE, KerasTraining, global_config
 from spark_elastic.ml.keras.tensorflow_setup import ENV, NEEDED, device_name
 from spark_elastic.ml.keras.train import train
-from spark_elastic.ml.model import Fitted
 from spark_elastic.ml.preparation import FLOAT, INPUT, Tensors, is_list, model_inputs
 
 COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")  # defaults are those of the model

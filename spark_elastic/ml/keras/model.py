@@ -9,18 +9,15 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.data.manifest import names_in
-from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
+from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.ml.fitted import Fitted
 from spark_elastic.ml.keras.pickling import KerasPickle
 from spark_elastic.ml.keras.tensorflow_setup import check_backend, device_name, prefer_backend, set_threads, use_gpus
-from spark_elastic.ml.model import ElasticModel, Fitted
-from spark_elastic.ml.persistence import Codec, ElasticReader, SavedParts
+from spark_elastic.ml.model import ElasticModel
+from spark_elastic.ml.persistence import ElasticReader
+from spark_elastic.ml.saved_stage import Codec, SavedParts
 from spark_elastic.ml.serving import ROWS, Predictor, gpu_of_task
-from spark_elastic.runs.trust import TRUST, is_trusted
 
-_ARCHIVE = "model.keras"
-_OBJECTS = "custom_objects"
-LAMBDA = "<lambda>"  # the name that `serialization.custom_names` gives to lambdas
 _T = TypeVar("_T", bound="ElasticKerasModel")
 
 
@@ -35,6 +32,7 @@ class ElasticKerasModel(ElasticModel):
 
     _native_name = "keras_model"
     _custom_objects: Mapping[str, Any] = {}
+    _here: KerasPredictor | None = None  # the predictor of `predict`, with what it has traced
 
     def __init__(self, **settings: Any) -> None:
         check_backend(type(self).__name__)
@@ -61,7 +59,7 @@ class ElasticKerasModel(ElasticModel):
         Raises:
             CheckpointError: the path holds no such model, or a damaged one, or one that needs trust.
         """
-        instead = {} if custom_objects is None else {_OBJECTS: dict(custom_objects)}
+        instead = {} if custom_objects is None else {"custom_objects": dict(custom_objects)}
         return ElasticReader(cls, trusted, **instead).load(path)
 
     @classmethod
@@ -78,47 +76,32 @@ class ElasticKerasModel(ElasticModel):
         pickled = KerasPickle.of(self.keras_model, self._custom_objects)
         return partial(_load_predictor, pickled, self._given("transform_device"), self._given("transform_threads"))
 
-    # Saving. The architecture is a configuration, which runs no code; the user's classes that it names are separate.
+    def _own_predictor(self) -> Predictor:
+        model = self.keras_model
+        if self._here is None or self._here.model is not model:
+            self._here = KerasPredictor(model)
+        return self._here
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_here": None}  # TensorFlow's functions cannot be pickled
 
     def _parts(self) -> SavedParts:
-        from spark_elastic.ml.keras.serialization import architecture, custom_names, custom_objects_of, model_to_archive
+        from spark_elastic.ml.keras import saved_model
 
-        model = self.keras_model
-        names = custom_names(model, architecture(model))
-        # the code of Lambda layers is in the archive itself
-        own = [name for name in names if name != LAMBDA]
-        return SavedParts(
-            {**self._facts_of_fit().to_json(), _OBJECTS: names},
-            {_ARCHIVE: model_to_archive(model)},
-            {_OBJECTS: custom_objects_of(model, own, self._custom_objects)} if own else {},
-            ["Lambda layers"] if LAMBDA in names else [],
-        )
+        return saved_model.parts_of(self.keras_model, self._facts_of_fit().to_json(), self._custom_objects)
 
     @classmethod
     def _present(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
-        import keras
+        from spark_elastic.ml.keras import saved_model
 
-        found = {name: keras.saving.get_registered_object(name) for name in names_in(facts, _OBJECTS) if name != LAMBDA}
-        return {_OBJECTS: found} if found and None not in found.values() else {}
+        return saved_model.present(facts)
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
-        from spark_elastic.ml.keras.serialization import model_from_archive
+        from spark_elastic.ml.keras import saved_model
 
         super()._restore(facts, files, objects)
-        given, safe = objects.get(_OBJECTS, {}), not is_trusted()
-        if _ARCHIVE not in files or not isinstance(given, dict):
-            raise CheckpointError("the metadata of the saved model is damaged: it names no archive, or odd objects")
-        names = names_in(facts, _OBJECTS)
-        if safe and LAMBDA in names:
-            raise CheckpointError(f"{_ARCHIVE} has Lambda layers, which are code that loading it runs. {TRUST}")
-        try:
-            self._native = model_from_archive(files[_ARCHIVE], given, safe=safe)
-        except Exception as error:  # Keras raises errors of many classes
-            why = str(error).partition("\n")[0]
-            needed = [name for name in names if name not in given]
-            hint = f" (it needs {', '.join(needed)})" if needed else ""
-            raise CheckpointError(f"{_ARCHIVE} cannot be loaded: {type(error).__name__}: {why}{hint}") from error
-        self._custom_objects = given
+        self._native = saved_model.native_of(facts, files, objects)
+        self._custom_objects = objects.get(saved_model.OBJECTS, {})
 
 
 def _load_predictor(model: KerasPickle, transform_device: str, threads: int) -> Predictor:
@@ -150,7 +133,7 @@ class KerasPredictor:
     rows = ROWS
 
     def __init__(self, model: Any, device: str = "/CPU:0") -> None:
-        self._model = model
+        self.model = model
         self._device = device
         self._traces: dict[tuple[Any, ...], Any] = {}
 
@@ -161,7 +144,7 @@ class KerasPredictor:
 
         arrays = [_array(name, value) for name, value in inputs.items()]
         for at, (name, array) in enumerate(zip(inputs, arrays, strict=True)):
-            check_kept(self._model, at, name, array)
+            check_kept(self.model, at, name, array)
         key = tuple((each.dtype.str, each.shape[1:]) for each in arrays)
         if key not in self._traces:
             self._traces[key] = self._trace(arrays)
@@ -178,7 +161,7 @@ class KerasPredictor:
         from spark_elastic.ml.keras.compiling import inputs_of
 
         def outputs(*tensors: Any) -> list[Any]:
-            returned = self._model(inputs_of(self._model, tensors), training=False)
+            returned = self.model(inputs_of(self.model, tensors), training=False)
             made = list(keras.tree.flatten(returned))
             for each in made:
                 if each is not None and not tf.is_tensor(each):

@@ -17,7 +17,7 @@ from spark_elastic.ml import shared_params as shared
 from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.estimator import ElasticEstimator
 from spark_elastic.ml.params import keyword_only, same_keywords, setting, with_keywords_of
-from spark_elastic.ml.persistence import Codec
+from spark_elastic.ml.saved_stage import Codec
 from spark_elastic.ml.torch import lightning, serialization, transformers
 from spark_elastic.ml.torch.fit import TorchFit
 from spark_elastic.ml.torch.model import ElasticTorchModel

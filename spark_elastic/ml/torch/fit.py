@@ -11,7 +11,7 @@ from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.callbacks import Callback, check_kinds
 from spark_elastic.ml.fingerprint import described
 from spark_elastic.ml.fit import FitRun
-from spark_elastic.ml.model import Fitted
+from spark_elastic.ml.fitted import Fitted
 from spark_elastic.ml.params import as_list
 from spark_elastic.ml.torch import objective, serialization
 from spark_elastic.ml.torch.dry_run import dry_run, initialize, lazy_names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -10,17 +11,16 @@ import numpy as np
 import torch
 
 from spark_elastic.collective.gpu.devices import choose_device, device_info
-from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
-from spark_elastic.ml.model import ElasticModel, Fitted
-from spark_elastic.ml.persistence import Codec, ElasticReader, SavedParts
+from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.ml.fitted import Fitted
+from spark_elastic.ml.model import ElasticModel
+from spark_elastic.ml.persistence import ElasticReader
+from spark_elastic.ml.saved_stage import Codec, SavedParts
 from spark_elastic.ml.serving import ROWS, Predictor, gpu_of_task
-from spark_elastic.ml.torch import serialization
+from spark_elastic.ml.torch import saved_model, serialization
 from spark_elastic.ml.torch.lightning import prediction_call
 from spark_elastic.ml.torch.objective import outputs_of
-from spark_elastic.runs.tensors import from_bytes
 
-_WEIGHTS = "weights.pt"
-_ARCHITECTURE = "architecture"
 _ROWS_ON_CPU = 512
 """A row of an MLP with 256 units takes 1.7 µs of a core in batches of 512, and 3.0 µs in batches of 4,096, whose values
 leave the core's second-level cache between two layers."""
@@ -35,7 +35,7 @@ class ElasticTorchModel(ElasticModel):
 
     @property
     def module(self) -> torch.nn.Module:
-        """The trained module, on the CPU, in eval mode. Not a copy."""
+        """The trained module, on the CPU, in eval mode. Not a copy: `predict` runs where you move it to."""
         self._facts_of_fit()  # raises if there is none
         return self._native  # type: ignore[no-any-return]
 
@@ -52,7 +52,7 @@ class ElasticTorchModel(ElasticModel):
         Raises:
             CheckpointError: the path holds no such model, or a damaged one, or one that needs trust.
         """
-        instead = {} if module is None else {_ARCHITECTURE: module}
+        instead = {} if module is None else {saved_model.ARCHITECTURE: module}
         return ElasticReader(cls, trusted, **instead).load(path)
 
     @classmethod
@@ -65,20 +65,17 @@ class ElasticTorchModel(ElasticModel):
     def _predictor(self) -> Callable[[], Predictor]:
         return partial(_load_predictor, self.module, self._given("transform_device"), self._given("transform_threads"))
 
+    def _own_predictor(self) -> Predictor:
+        module = self.module.eval()
+        tensor = next(itertools.chain(module.parameters(), module.buffers()), None)
+        return TorchPredictor(module, "cpu" if tensor is None else str(tensor.device))
+
     def _parts(self) -> SavedParts:
-        files = {_WEIGHTS: serialization.weights_to_bytes(self.module)}
-        return SavedParts(self._facts_of_fit().to_json(), files, {_ARCHITECTURE: serialization.hollow(self.module)})
+        return saved_model.parts_of(self.module, self._facts_of_fit().to_json())
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
         super()._restore(facts, files, objects)
-        if _WEIGHTS not in files or _ARCHITECTURE not in objects:
-            raise CheckpointError("the metadata of the saved model is damaged: it names no weights or no architecture")
-        try:
-            weights = from_bytes(files[_WEIGHTS])
-            self._native = serialization.fill(objects[_ARCHITECTURE], weights).eval()
-        except CheckpointError as error:
-            error.message = f"{_WEIGHTS}: {error.message}"
-            raise
+        self._native = saved_model.native_of(facts, files, objects)
 
 
 def _load_predictor(module: torch.nn.Module, transform_device: str, threads: int) -> Predictor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from pyspark.ml.evaluation import RegressionEvaluator
 
 from spark_elastic import ElasticTorchEstimator, ElasticTorchModel
-from spark_elastic.errors import CheckpointError, DataError
+from spark_elastic.errors import CheckpointError, DataError, DriverUnreachableError
 from spark_elastic.spark.connect_session import Sent
 from tests.integration.connect.server import ConnectServer
 from tests.integration.processes import GONE_S, assert_gone
@@ -103,3 +105,12 @@ def test_rows_that_cannot_be_stored_are_named(session, points):
     failing = points.selectExpr("`a.b`", "assert_true(z < 4) is null as q", "z", "y").filter("q")
     with pytest.raises(DataError, match="could not be written"):
         estimator(data_options={"allow_nan": False}).fit(failing)
+
+
+def test_fit_that_executors_cannot_reach_is_refused_before_rows_are_written(session, points, tmp_path):
+    began = time.monotonic()
+    fitted = estimator(store=str(tmp_path), run_options={"driver_host": "192.0.2.1"})
+    with pytest.raises(DriverUnreachableError, match=r"192\.0\.2\.1: .*name the address .*driver_host="):
+        fitted.fit(points)
+    assert time.monotonic() - began < 10.0
+    assert not list(tmp_path.rglob("*manifest*"))

@@ -18,7 +18,7 @@ from spark_elastic.data.manifest import TensorField  # noqa: E402
 from spark_elastic.errors import CheckpointError, InvalidSettingsError  # noqa: E402
 from spark_elastic.ml.added_columns import OutputShape  # noqa: E402
 from spark_elastic.ml.callbacks import EarlyStopping  # noqa: E402
-from spark_elastic.ml.model import Fitted  # noqa: E402
+from spark_elastic.ml.fitted import Fitted  # noqa: E402
 from spark_elastic.reporting.history import History  # noqa: E402
 from tests.integration.ml.layers import Doubled, Summed  # noqa: E402
 

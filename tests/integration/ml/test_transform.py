@@ -16,11 +16,11 @@ from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as F
 from torch import nn
 
-from spark_elastic import ElasticTorchModel, trusted_files
+from spark_elastic import ElasticTorchModel, load_module, trusted_files
 from spark_elastic.data.manifest import TensorField
 from spark_elastic.errors import CheckpointError, DataError, InvalidSettingsError
 from spark_elastic.ml.added_columns import OutputShape
-from spark_elastic.ml.model import Fitted
+from spark_elastic.ml.fitted import Fitted
 from spark_elastic.reporting.history import History
 from spark_elastic.runs.trust import TRUST_VARIABLE
 from spark_elastic.spark.cluster import Cluster
@@ -78,6 +78,11 @@ def test_columns_are_kept_and_outputs_are_what_the_module_gives(rows: Any, sent:
         assert row.output_1 == pytest.approx(size.item(), abs=1e-5)
         assert row.prediction == kind.argmax().item()
     assert model.transformSchema(rows.schema) == made.schema
+    frame = made.toPandas()
+    predicted = model.predict(frame[["word", "v", "a"]])
+    assert list(predicted.columns) == made.columns[len(rows.columns) :]
+    for name in predicted.columns:
+        assert np.allclose(np.stack(list(predicted[name])), np.stack(list(frame[name])), atol=1e-6)
 
 
 def test_columns_that_differ_in_case_alone_are_told_apart_where_spark_does(spark: Any, sent: str) -> None:
@@ -147,6 +152,14 @@ def test_features_of_all_types_come_as_they_are(spark: Any, sent: str, source: s
             assert [len(each) for each in values] == [int(np.prod(shapes.get(kind, ()))) for kind in KINDS]
             output = row.output.toArray() if vectors else row.output
             assert list(output) == np.concatenate(values).tolist()
+        if source == "rows":
+            columns = df.toArrow() if hasattr(df, "toArrow") else df.toPandas()
+            predicted = model.predict(columns)
+            rows_of = predicted.to_pandas() if hasattr(predicted, "to_pandas") else predicted
+            sent_rows = made.drop(*df.columns).toPandas()
+            for each in rows_of.columns:
+                there = [list(getattr(row, "values", row)) for row in sent_rows[each]] if each != "prediction" else []
+                assert [list(row) for row in rows_of[each]] == there if there else True
     df.unpersist()
 
 
@@ -309,6 +322,8 @@ def test_a_saved_model_comes_back_and_gives_the_same(rows: Any, tmp_path: Path) 
     assert loaded.history == model.history
     assert loaded.events == model.events
     assert sorted(loaded.transform(rows).collect()) == sorted(model.transform(rows).collect())
+    state = load_module(str(tmp_path / "model")).state_dict()
+    assert all(torch.equal(state[name], each) for name, each in model.module.state_dict().items())
     with pytest.raises(CheckpointError, match="exists; save to another path"):
         model.save(str(tmp_path / "model"))
     model.write().overwrite().save(str(tmp_path / "model"))

@@ -194,7 +194,7 @@ OTHER_PYTHON = """
     import spark_elastic
     from spark_elastic.data.manifest import TensorField
     from spark_elastic.errors import ExecutorPythonError
-    from spark_elastic.ml.model import Fitted
+    from spark_elastic.ml.fitted import Fitted
     from spark_elastic.ml.added_columns import OutputShape
     from spark_elastic.ml.torch.model import ElasticTorchModel
 

@@ -7,17 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.protos import databricks_pb2
 
 import spark_elastic
-from spark_elastic import DriverCallback, LocalLauncher, MLflowCallback
+from spark_elastic import DriverCallback, ElasticKerasModel, LocalLauncher, MLflowCallback
 from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.manifest import TensorField
 from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverResult, DriverRun
 from spark_elastic.jobs.tracking import fits_of
+from spark_elastic.ml.added_columns import OutputShape
 from spark_elastic.ml.callbacks import Callback
+from spark_elastic.ml.fitted import Fitted
 from spark_elastic.trackers.mlflow import _MLflowFit
+from spark_elastic.trackers.mlflow_models import log_native
 from tests.integration.local.driver_fits import At, Killing, Pids, estimator
 from tests.integration.tracking_server import tracking_server
 
@@ -197,3 +202,21 @@ def test_what_a_server_never_takes_holds_up_nothing_else(mlflow: Any, monkeypatc
     said = [record.message for record in caplog.records if record.name == "spark_elastic.mlflow"]
     assert sum("the settings could not be logged" in text for text in said) == 1
     assert sum("the events could not be logged" in text for text in said) == 1
+
+
+@pytest.mark.nightly
+def test_keras_model_takes_a_pandas_frame_of_the_training_columns(mlflow: Any) -> None:
+    keras = pytest.importorskip("keras")
+    pytest.importorskip("tensorflow")
+    net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    inputs = TensorField("features_0", ("a", "b", "c"), "<f4", (3,))
+    columns = {"a": "double", "b": "int", "c": "float"}
+    model = ElasticKerasModel()
+    model._attach(net, Fitted((inputs,), (OutputShape("<f4", (2,)),), columns=columns))
+    with mlflow.start_run() as run:
+        log_native(model)
+    served = mlflow.pyfunc.load_model(f"runs:/{run.info.run_id}/native_model")
+    frame = pd.DataFrame({"a": [1.0, 2.0], "b": np.array([3, 4], np.int32), "c": np.array([5, 6], np.float32)})
+    expected = net.predict(frame.to_numpy(np.float32), verbose=0)
+    assert np.allclose(served.predict(frame), expected, atol=1e-5)
+    assert np.allclose(np.stack(list(model.predict(frame)["output"])), expected, atol=1e-5)

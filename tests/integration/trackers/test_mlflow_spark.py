@@ -6,9 +6,12 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
+from mlflow.exceptions import MlflowException
+from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F
 
 from spark_elastic import ElasticTorchEstimator, MLflowCallback
@@ -133,3 +136,45 @@ def test_search_under_autologging_keeps_its_own_run_free_of_the_curves_of_its_fi
     best = search.fit(rows).bestModel
     history = mlflow.MlflowClient().get_metric_history(mlflow.last_active_run().info.run_id, "loss")
     assert len(history) == len(best.history), "only the last fit, on all rows"
+
+
+def inputs_of(served: Any) -> list[tuple[str, str]]:
+    """The name and the type of each column that a model takes."""
+    return [(each.name, getattr(each.type, "name", repr(each.type))) for each in served.metadata.signature.inputs]
+
+
+def test_both_models_take_a_pandas_frame_of_the_training_columns(mlflow: Any, rows: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("SPARK_ELASTIC_TRUST", "all")
+    tracker = MLflowCallback()
+    floats = rows.withColumn("b", F.col("b").cast("float"))
+    model = estimator(tracker).fit(floats)
+    asked = floats.select("a", "b").limit(5).toPandas()
+    asked.index = list("vwxyz")
+    with torch.no_grad():
+        expected = model.module(torch.tensor(asked.to_numpy(), dtype=torch.float32)).numpy()
+    native = mlflow.pyfunc.load_model(f"runs:/{tracker.run_id}/native_model")
+    assert inputs_of(native) == [("a", "double"), ("b", "double")]
+    for frame in (asked, asked.astype("float64"), asked[["b", "a"]].assign(more="text")):
+        made = native.predict(frame)
+        assert list(made.index) == list("vwxyz")
+        assert np.allclose(made, expected, atol=1e-6)
+    with pytest.raises(MlflowException, match=r"missing inputs \['b'\]"):
+        native.predict(asked[["a"]])
+    served = mlflow.pyfunc.load_model(f"runs:/{tracker.run_id}/spark_model")
+    assert inputs_of(served) == inputs_of(native)
+    assert list(served.predict(asked)) == expected.argmax(1).tolist() == model.predict(asked)["prediction"].tolist()
+
+
+def test_spark_model_takes_lists_for_vectors_and_arrays(mlflow: Any, rows: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("SPARK_ELASTIC_TRUST", "all")
+    joined = rows.select(array_to_vector(F.array("a")).alias("v"), F.array("b").alias("w"), "label")
+    tracker = MLflowCallback()
+    fitted = estimator(tracker).setFeatureCols([["v", "w"]])
+    model = fitted.fit(joined)
+    asked = pd.DataFrame({"v": [[0.9], [0.1]], "w": [[0.1], [0.9]]})
+    served = mlflow.pyfunc.load_model(f"runs:/{tracker.run_id}/spark_model")
+    assert inputs_of(served) == [("v", "SparkML vector"), ("w", "Array(double)")]
+    assert list(served.predict(asked)) == model.predict(asked)["prediction"].tolist()
+    native = mlflow.pyfunc.load_model(f"runs:/{tracker.run_id}/native_model")
+    features = np.array([[0.9, 0.1], [0.1, 0.9]], np.float32)
+    assert np.allclose(native.predict(features), np.stack(list(model.predict(asked)["output"])), atol=1e-6)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import spark_elastic
 from spark_elastic.errors import (
     InvalidSettingsError,
     JavaNotFoundError,
@@ -15,6 +16,8 @@ from spark_elastic.errors import (
 from spark_elastic.spark import java
 from spark_elastic.spark import session as session_module
 from spark_elastic.spark.classic import ClassicCluster
+from spark_elastic.spark.connect import ConnectCluster
+from spark_elastic.spark.connect_session import databricks_of
 from spark_elastic.spark.session import checked_cluster
 
 
@@ -50,6 +53,41 @@ def test_spark_remote_without_a_session_is_not_silently_classic(monkeypatch):
     monkeypatch.setenv("SPARK_REMOTE", "sc://cluster:15002")
     with pytest.raises(NoSparkContextError, match="SPARK_REMOTE=sc://cluster:15002 is set, but there is no Spark Conn"):
         checked_cluster()
+
+
+def connect_session(**metadata: str):
+    """A Connect session as this package looks at it, whose server would not answer."""
+    kind = type("SparkSession", (), {"__module__": "pyspark.sql.connect.session", "is_stopped": False})
+    session = kind()
+    session.session_id, session.client = "one", SimpleNamespace(metadata=lambda: list(metadata.items()))
+    session.conf = SimpleNamespace(get=lambda name, default=None: default)
+    return session
+
+
+@pytest.mark.parametrize(
+    ("environment", "metadata", "name"),
+    [
+        ({"DATABRICKS_RUNTIME_VERSION": "16.4"}, {}, "a Databricks cluster with standard access mode"),
+        ({"DATABRICKS_RUNTIME_VERSION": "client.4.1"}, {}, "serverless compute of Databricks"),
+        ({"DATABRICKS_ENV_VERSION": "4"}, {}, "serverless compute of Databricks"),
+        ({}, {"x-databricks-cluster-id": "0601-182128-dcbte59m"}, "Databricks Connect"),
+        ({}, {"x-databricks-session-id": "1"}, "Databricks Connect"),
+    ],
+)
+def test_platform_whose_tasks_reach_no_program_is_named_before_anything_runs(environment, metadata, name, monkeypatch):
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    session = connect_session(**metadata)
+    with pytest.raises(NoSparkContextError, match=f"cannot train on {name}, whose tasks do not reach .*dedicated"):
+        spark_elastic.run(print, num_proc=1, spark=ConnectCluster(session))
+    cluster = ConnectCluster(session)
+    with pytest.raises(NoSparkContextError, match=name):
+        cluster.check_reach(None, None)
+    cluster.check_platform("10.1.2.3")  # an address that the user says they reach
+
+
+def test_session_elsewhere_is_on_no_platform_that_is_known_by_name():
+    assert databricks_of(connect_session(user="me")) is None
 
 
 def test_java_home_that_has_no_java_is_named(monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.errors import DataError, DatasetError, InvalidSettingsError, NotPicklableError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping
-from spark_elastic.ml.model import Fitted
+from spark_elastic.ml.fitted import Fitted
 from spark_elastic.ml.serving import Serving
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, settings, weights_of
 

@@ -26,8 +26,8 @@ from spark_elastic.errors import (
     StoreError,
 )
 from spark_elastic.ml.callbacks import LambdaCallback
-from spark_elastic.ml.persistence import _decode
 from spark_elastic.ml.run_folder import collect_runs, transient_run
+from spark_elastic.ml.saved_stage import _decode
 from spark_elastic.ml.torch import serialization
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.torch.train import train
