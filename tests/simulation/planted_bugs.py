@@ -77,8 +77,8 @@ BUGS = (
     Bug(
         "the survivors are not cut",
         "worlds",
-        "        if training:\n            self._commands",
-        "        if not training:\n            self._commands",
+        "if training and not self._settings.restarts_world:",
+        "if not training:",
     ),
     Bug(
         "a loss does not break the world",
