@@ -43,7 +43,9 @@ class TorchEngine(Engine):
 
     def __init__(self, training: TorchTraining, keeps_best: bool) -> None:
         self._device = hvd.device(training.device)
-        best = round_trip(training.model).to(self._device).requires_grad_(False) if keeps_best else None
+        best = _copy_of_model(training).to(self._device) if keeps_best else None
+        for param in () if best is None else best.parameters():  # a scripted module has no requires_grad_()
+            param.requires_grad_(False)
         model = training.model.to(self._device)
         if training.sync_batch_norm:
             SyncBatchNorm.convert_sync_batchnorm(model)
@@ -268,6 +270,14 @@ class TorchEngine(Engine):
     def close(self) -> None:
         self._hooks.put_back()
         self.optimizer.detach()  # the model may be trained again in this process
+
+
+def _copy_of_model(training: TorchTraining) -> torch.nn.Module:
+    if training.made_by is None:
+        return round_trip(training.model)  # type: ignore[no-any-return]
+    copied = training.made_by()
+    load_state(copied, state_of(training.model, copy=False))
+    return copied
 
 
 @contextmanager

@@ -43,6 +43,8 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
     the job could not continue.
 
     Args:
+        model: A module; or a function, or class, that returns one, called with the shapes of the inputs (the rows are
+            -1), or without arguments. Workers call it too, so such a module need not be picklable.
         optimizer: An instance on the model's parameters, whose groups and options are kept; a class; or a function of
             the list of parameters.
         loss: A module or function of (output, label); a list with one for each label. A loss of your own returns the
@@ -84,7 +86,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
     def __init__(
         self,
         *,
-        model: torch.nn.Module | None = None,
+        model: torch.nn.Module | Callable[..., torch.nn.Module] | None = None,
         optimizer: torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
         loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
         train_fn: Callable[..., Any] | None = None,

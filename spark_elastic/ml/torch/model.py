@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,8 +16,10 @@ from spark_elastic.ml.persistence import Codec, ElasticReader, SavedParts
 from spark_elastic.ml.serving import Predictor
 from spark_elastic.ml.torch import serialization
 from spark_elastic.ml.torch.lightning import prediction_call
+from spark_elastic.ml.torch.model_function import ModelFunction
 from spark_elastic.ml.torch.objective import outputs_of
 from spark_elastic.runs.tensors import from_bytes
+from spark_elastic.runs.trust import trusted_files
 
 _WEIGHTS = "weights.pt"
 _ARCHITECTURE = "architecture"
@@ -31,6 +34,8 @@ class ElasticTorchModel(ElasticModel):
 
     `module` is the trained `torch.nn.Module`; `history` and `events` are as of `ElasticModel`.
     """
+
+    _made_by: ModelFunction | None = None  # the function that has made the module, if one was given
 
     @property
     def module(self) -> torch.nn.Module:
@@ -58,18 +63,22 @@ class ElasticTorchModel(ElasticModel):
     def _codec(cls) -> Codec:
         return serialization
 
-    def _attach(self, module: torch.nn.Module, fitted: Fitted) -> None:
-        self._native, self._fitted = module.eval(), fitted
+    def _attach(self, module: torch.nn.Module, fitted: Fitted, made_by: ModelFunction | None = None) -> None:
+        self._native, self._fitted, self._made_by = module.eval(), fitted, made_by
 
     def _predictor(self) -> Callable[[], Predictor]:
-        return partial(_load_predictor, self.module, self._given("transform_device"), self._given("transform_threads"))
+        carried: Any = self.module
+        if self._made_by is not None:
+            carried = _Trained(self._made_by, serialization.weights_to_bytes(self.module))
+        return partial(_load_predictor, carried, self._given("transform_device"), self._given("transform_threads"))
 
     def _batch_size(self) -> int:
         return _CPU_BATCH_SIZE if self.getOrDefault("transform_device").startswith("cpu") else super()._batch_size()
 
     def _parts(self) -> SavedParts:
         files = {_WEIGHTS: serialization.weights_to_bytes(self.module)}
-        return SavedParts(self._facts_of_fit().to_json(), files, {_ARCHITECTURE: serialization.hollow(self.module)})
+        made_by = serialization.hollow(self.module) if self._made_by is None else self._made_by
+        return SavedParts(self._facts_of_fit().to_json(), files, {_ARCHITECTURE: made_by})
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
         super()._restore(facts, files, objects)
@@ -77,14 +86,29 @@ class ElasticTorchModel(ElasticModel):
             raise CheckpointError("the metadata of the saved model is damaged: it names no weights or no architecture")
         try:
             weights = from_bytes(files[_WEIGHTS])
-            self._native = serialization.fill(objects[_ARCHITECTURE], weights).eval()
+            given = objects[_ARCHITECTURE]
+            self._made_by = given if isinstance(given, ModelFunction) else None
+            self._native = serialization.fill(given if self._made_by is None else given(), weights).eval()
         except CheckpointError as error:
             error.message = f"{_WEIGHTS}: {error.message}"
             raise
 
 
-def _load_predictor(module: torch.nn.Module, transform_device: str, threads: int) -> Predictor:
+@dataclass(frozen=True)
+class _Trained:
+    """A trained module as it travels to executors if it cannot be pickled."""
+
+    function: ModelFunction
+    weights: bytes
+
+    def __call__(self) -> torch.nn.Module:
+        with trusted_files():  # sent by this application
+            return serialization.trained_copy(self.function, self.weights)
+
+
+def _load_predictor(carried: Any, transform_device: str, threads: int) -> Predictor:
     torch.set_num_threads(threads)
+    module = carried() if isinstance(carried, _Trained) else carried
     try:
         return TorchPredictor(module.to(transform_device).eval(), transform_device)
     except (RuntimeError, AssertionError) as error:
@@ -97,9 +121,11 @@ class TorchPredictor:
     def __init__(self, module: torch.nn.Module, device: str) -> None:
         self._call = prediction_call(module)
         self._device = device
+        scripted = any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())
+        self._mode = torch.no_grad if scripted else torch.inference_mode  # which TorchScript does not bear
 
     def __call__(self, inputs: Mapping[str, Any]) -> list[Any]:
-        with torch.inference_mode():
+        with self._mode():
             returned = self._call(*(_tensor_of(value).to(self._device) for value in inputs.values()))
             return [_as_numpy(each) if isinstance(each, torch.Tensor) else each for each in outputs_of(returned)]
 

@@ -8,6 +8,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.ml.callbacks import check_one_best
+from spark_elastic.ml.torch.building import built
 from spark_elastic.ml.torch.engine import TorchEngine
 from spark_elastic.ml.torch.exact import ExactTorchEngine
 from spark_elastic.ml.torch.spec import TorchTraining
@@ -22,7 +23,7 @@ def train(training: TorchTraining) -> TrainingResult:
     for name, value in training.config.items():
         getattr(torch, f"set_{name}")(value)
     hvd.init()
-    return assemble(training).run()
+    return assemble(built(training)).run()
 
 
 def assemble(training: TorchTraining) -> Trainer:
