@@ -68,6 +68,8 @@ def written_rows(
         "shapes": tensors.shapes,
         "validation": given("validation"),
         "seed": given("seed"),
+        "missing": given("missing"),
+        "filled": [name for name in tensors.columns if name.startswith(INPUT)],
         **{name: value for name, value in (given("data_options") or {}).items() if name in WRITE_OPTIONS},
     }
     # the folds of a CrossValidator are other rows each, so no name may find one in place of another
@@ -98,6 +100,7 @@ def check_stored(dataset: Dataset, settings: ElasticParams) -> None:
     given, where = settings.getOrDefault, dataset.store.url
     options = given("data_options") or {}
     of_writing = [name for name in ("dataset_id", "keep_dataset") if settings.isSet(name) and given(name)]
+    of_writing += ["missing"] if given("missing") != "error" else []
     of_writing += [f"data_options[{name!r}]" for name in WRITE_OPTIONS if name in options]
     if of_writing:
         raise InvalidSettingsError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from spark_elastic.data.shared_store import ensure_shared
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, InvalidSettingsError, StateLostError
 from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverCallback, DriverResult, DriverRun
+from spark_elastic.jobs.job import ElasticJob
 from spark_elastic.jobs.settings import RunCall, RunSettings
 from spark_elastic.ml import preparation, run_folder
 from spark_elastic.ml.datasets import SharedDatasets, check_stored, written_rows
@@ -33,6 +35,7 @@ from spark_elastic.ml.training.dry_run import DryRunResult, warn_of_no_predictio
 from spark_elastic.ml.training.spec import CheckpointPlan, Training, TrainingResult
 from spark_elastic.reporting.descriptions import describe_settings
 from spark_elastic.reporting.event_log import event_rows
+from spark_elastic.reporting.history import Row
 from spark_elastic.reporting.progress import stop_line
 from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
 from spark_elastic.runs.lease import lease_of
@@ -56,6 +59,15 @@ _WITH_CODE = (
 """Settings that may need modules of the user's own."""
 _VALUES = ("TypedStorage", "UntypedStorage", "ndarray")
 _OF_CLUSTER = {"storage_options", "run_options", "status_port"}  # these do not distinguish the trainings of a search
+
+
+class _StopRequest(DriverCallback):
+    """Ends the training after the running epoch once it is `requested`."""
+
+    requested = False
+
+    def on_epoch_end(self, row: Row) -> str | None:
+        return "interrupted by Ctrl-C" if self.requested else None
 
 
 class FitRun(ABC, Generic[T, M]):
@@ -90,6 +102,7 @@ class FitRun(ABC, Generic[T, M]):
         self.seconds: dict[str, float] = {}  # the seconds that the parts of the fit took, by name
         self._began = clock.wall()
         self._events: list[dict[str, Any]] = []
+        self._interrupt = _StopRequest() if self.given("on_interrupt") == "return" else None
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> FitRun[T, M]:
@@ -183,7 +196,8 @@ class FitRun(ABC, Generic[T, M]):
         made |= preparation.labels(schema, self.given("label_cols"), self.given("label_shapes"), self.label_dtypes())
         if self.given("transformation_fn") is None:
             for name in ("feature_cols", "label_cols"):
-                preparation.check_numbers(schema, flat_names(self.given(name)), name)
+                shaped = name == "feature_cols" and self.given("input_shapes") is not None
+                preparation.check_numbers(schema, flat_names(self.given(name)), name, shaped)
         if self.given("sample_weight_col") is not None:
             made |= preparation.weight(schema, self.given("sample_weight_col"))
         if isinstance(self.given("validation"), str):
@@ -322,6 +336,8 @@ class FitRun(ABC, Generic[T, M]):
             from spark_elastic.trackers.mlflow import autologging_callbacks
 
             given += autologging_callbacks(given)
+        if self._interrupt is not None:
+            given.append(self._interrupt)
         return CallbackSession(given)
 
     def train(self) -> None:
@@ -373,12 +389,23 @@ class FitRun(ABC, Generic[T, M]):
         lease = lease_of(self.store)
         try:
             with cancelled_on_error(job), contextlib.nullcontext() if lease is None else lease.on_taken(job.cancel):
-                if session:
-                    session.deliver()
-                return job.result()
+                return self._results_of(job)
         finally:
             self._events += event_rows(job.changes(), self._began)
             session.note_events(self._events)
+
+    def _results_of(self, job: ElasticJob) -> list[Any]:
+        """Wait for a job. Ctrl-C raises, unless `on_interrupt` makes the first one end the training after an epoch."""
+        while True:
+            try:
+                if self._session:
+                    self._session.deliver()
+                return job.result()
+            except KeyboardInterrupt:
+                if self._interrupt is None or self._interrupt.requested:
+                    raise
+                self._interrupt.requested = True
+                print("spark_elastic: the training ends after this epoch; Ctrl-C again ends it now", file=sys.stderr)
 
     def _call(self, *arguments: Any) -> RunCall:
         options = dict(self._run_options)
@@ -404,6 +431,7 @@ class FitRun(ABC, Generic[T, M]):
         tried, trained, events = self._tried, self.trained, tuple(self._events)
         with self._timed("load"):
             written_with = self.rows.manifest.about.get("settings", {})
+            missing = written_with.get("missing", "error")
             model = self.fitted_model(
                 Fitted(
                     inputs=model_inputs(self.rows, self.given("input_shapes")),
@@ -415,6 +443,7 @@ class FitRun(ABC, Generic[T, M]):
                     why_not=tried.why_not,
                     pad_to=written_with.get("pad_to", {}),
                     allow_nan=written_with.get("allow_nan", False),
+                    missing=None if isinstance(missing, str) else missing,
                 )
             )
             # The model has the estimator's uid, as in Spark ML, so that param maps of a CrossValidator reach it.

@@ -25,6 +25,8 @@ from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.session import cluster_of
 from spark_elastic.wire.pickling import dumps
 
+_PLAIN_FACTS = ("rule", "events", "why_not", "pad_to", "allow_nan", "missing", "taken")
+
 
 @dataclass(frozen=True)
 class Fitted:
@@ -38,11 +40,12 @@ class Fitted:
     why_not: str = ""  # why the model cannot be called with its inputs alone; "" if it can
     pad_to: Mapping[str, int] = dataclasses.field(default_factory=dict)  # lengths that arrays are padded to, by input
     allow_nan: bool | Sequence[str] = False  # inputs that may be NaN or infinite; True or False for all of them
+    missing: float | None = None  # the number that took the place of missing values in training
     taken: tuple[int, ...] = ()  # their positions among all that the model returns; empty if they are all
 
     def to_json(self) -> dict[str, Any]:
         return {
-            **{name: getattr(self, name) for name in ("rule", "events", "why_not", "pad_to", "allow_nan", "taken")},
+            **{name: getattr(self, name) for name in _PLAIN_FACTS},
             "inputs": [{**dataclasses.asdict(field), "kind": field.kind.value} for field in self.inputs],
             "outputs": [dataclasses.asdict(output) for output in self.outputs],
             "history": self.history.to_json(),
@@ -56,6 +59,7 @@ class Fitted:
             outputs = [typed({"outputs": one}, "outputs", dict) for one in typed(document, "outputs", list)]
             # files of 0.2.0 have no positions
             taken = tuple(whole_number(at, "taken") for at in typed({"taken": [], **document}, "taken", list))
+            missing = document.get("missing")  # as have files from before this setting
             if taken and len(taken) != len(outputs):
                 raise ValueError(f"taken has {len(taken)} positions for {len(outputs)} outputs")
             return cls(
@@ -78,9 +82,10 @@ class Fitted:
                     name: whole_number(length, "pad_to") for name, length in typed(document, "pad_to", dict).items()
                 },
                 allow_nan=allowed if isinstance(allowed, bool) else names_in(document, "allow_nan"),
+                missing=None if missing is None else float(missing),
                 taken=taken,
             )
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise CheckpointError(f"the metadata of the saved model is damaged: {error}") from error
 
 
@@ -238,6 +243,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             names=tuple(dataset.columns),
             groups=travel.groups_of({name: kind.typeName() for name, kind in features.items()}),
             handle_invalid=self.getOrDefault("handle_invalid"),
+            missing=fitted.missing,
             taken=fitted.taken,
         )
         if cluster.has_arrow_udfs():
@@ -303,12 +309,14 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         classes = outputs[0].shape if rule in BY_CLASS else (2,)
         for made, shape in (("prediction", ()), ("probability", classes), ("raw_prediction", classes)):
             setting = f"{made}_col"
-            if not (name := self.getOrDefault(setting)):
+            if not (name := self.getOrDefault(setting)) or (
+                not self.isSet(setting) and name in [each.name for each in added]
+            ):
                 continue
             vector = made != "prediction"
             if rule is not None and not (vector and rule == "value"):
                 added.append(AddedColumn(name, made, 0, rule, OutputShape("<f8", shape), as_vector=vector))
-            elif self.isSet(setting):  # prediction_col has a default
+            elif self.isSet(setting):
                 raise InvalidSettingsError(
                     f"{setting} is set, but it is not known how to make one of an output of shape "
                     f"{list(outputs[0].shape)}; set prediction to 'argmax', 'argmax_probability', 'binary_logit' or "

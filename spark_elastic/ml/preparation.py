@@ -93,7 +93,7 @@ def features(
 
 def labels(
     schema: Any,
-    label_cols: Sequence[str],
+    label_cols: Sequence[str | Sequence[str]],
     label_shapes: Sequence[Sequence[int]] | None,
     dtypes: Sequence[str | None] = (),
 ) -> Tensors:
@@ -104,22 +104,27 @@ def labels(
     if label_shapes is not None and len(label_shapes) != len(label_cols):
         raise InvalidSettingsError(f"{len(label_shapes)} label_shapes for {len(label_cols)} label_cols")
     made = Tensors({})
-    for index, name in enumerate(label_cols):
+    for index, each in enumerate(label_cols):
         shape = None if label_shapes is None else tuple(label_shapes[index])
-        one = _tensor(schema, f"{LABEL}{index}", [name], shape, "label_cols", alone_is_scalar=True)
+        alone, names = isinstance(each, str), flat_names([each])
+        one = _tensor(schema, f"{LABEL}{index}", names, shape, "label_cols", alone_is_scalar=alone)
         dtype = dtypes[index] if index < len(dtypes) else None
         # a list of reals may be a probability for each class
-        if dtype is not None and one.dtypes and (dtype == FLOAT or not is_list(schema[name].dataType)):
+        whole = alone and not is_list(schema[names[0]].dataType)
+        if dtype is not None and one.dtypes and (dtype == FLOAT or whole):
             one = Tensors(one.columns, {f"{LABEL}{index}": dtype}, one.shapes)
         made |= one
     return made
 
 
-def check_numbers(schema: Any, columns: Sequence[str], setting: str) -> None:
-    """Raise `DataError` if a column is text or binary, which no model takes."""
+def check_numbers(schema: Any, columns: Sequence[str], setting: str, shaped: bool = False) -> None:
+    """Raise `DataError` if a column is text, or binary without a shape, which no model takes."""
     for name in columns:
-        if element_type(find_column(schema, name, setting).dataType) in _OPAQUE:
+        kind = element_type(find_column(schema, name, setting).dataType)
+        if kind in _OPAQUE and not (shaped and kind == "binary"):
             remedy = "StringIndexer makes numbers of classes" if setting == "label_cols" else "make numbers of it"
+            if kind == "binary" and setting == "feature_cols":
+                remedy = "input_shapes=[(height, width)] makes uint8 of bytes of one length"
             raise DataError(
                 f"{setting} {name!r} is {_type_name(schema, name)}, which a model cannot take; {remedy}, or a "
                 "transformation_fn makes arrays of each batch"

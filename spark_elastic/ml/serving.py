@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spark_elastic.data import travel
-from spark_elastic.data.arrow_values import RowsRefused, error_of, missing_rows
+from spark_elastic.data.arrow_values import RowsRefused, error_of, filled, missing_rows
 from spark_elastic.data.columns import Request, Tensor
 from spark_elastic.data.encode import Encoder
 from spark_elastic.data.manifest import Kind, TensorField
@@ -70,7 +70,8 @@ def tensors_for(
 class FeatureReader:
     """Makes model inputs of the Arrow batches of one partition, with the encoder that wrote the training rows."""
 
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+    def __init__(self, tensors: tuple[Tensor, ...], fill: float | None = None) -> None:
+        self._fill = fill  # takes the place of missing values
         self._names = list(dict.fromkeys(column.name for tensor in tensors for column in tensor.columns))
         self._no_nan = {column.name for tensor in tensors if not tensor.allow_nan for column in tensor.columns}
         self._encoder = Encoder(tensors)
@@ -82,7 +83,7 @@ class FeatureReader:
         """
         import pyarrow as pa
 
-        columns = [_plain(self._column(batch, name)) for name in self._names]
+        columns = [self._column(batch, name) for name in self._names]
         try:
             block = self._encoder.encode(pa.RecordBatch.from_arrays(columns, self._names))
         except RowsRefused as refused:
@@ -108,10 +109,10 @@ class FeatureReader:
             found |= missing_rows(self._column(batch, name), allow_nan=name not in self._no_nan)
         return found
 
-    @staticmethod
-    def _column(batch: pa.RecordBatch, name: str) -> Any:
+    def _column(self, batch: pa.RecordBatch, name: str) -> Any:
         # Not by name: other columns of the batch may have equal names.
-        return batch.column(batch.schema.get_field_index(name))
+        found = _plain(batch.column(batch.schema.get_field_index(name)))
+        return found if self._fill is None else filled(found, self._fill, allow_nan=name not in self._no_nan)
 
 
 def _plain(column: Any) -> Any:
@@ -158,12 +159,13 @@ class Serving:
     names: tuple[str, ...] = ()  # real names of the columns in their order, if the batches of `mapInArrow` have others
     groups: travel.Groups = ()  # the features as the UDF receives them; several may travel as one column
     handle_invalid: str = "error"
+    missing: float | None = None  # a number that takes the place of missing values
     taken: tuple[int, ...] = ()  # positions of the outputs that have a value for each row; empty if all have
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
 
-        read = FeatureReader(self.inputs)
+        read = FeatureReader(self.inputs, self.missing)
         for plain in batches:
             batch = pa.RecordBatch.from_arrays(plain.columns, self.names or plain.schema.names)
             arrays, kept = self._added_to(batch, read)
@@ -179,7 +181,7 @@ class Serving:
         """
         import pyarrow as pa
 
-        read = FeatureReader(self.inputs)
+        read = FeatureReader(self.inputs, self.missing)
         for given in batches:
             columns = list(given) if isinstance(given, tuple) else [given]
             names = [str(number) for number in range(len(columns))]
