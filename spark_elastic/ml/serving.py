@@ -237,7 +237,8 @@ class Serving:
         self, predict: Predictor, features: dict[str, Any], rows: int
     ) -> tuple[list[list[Array]], npt.NDArray[np.bool_]]:
         """Return the values of each column and part of a batch, and which rows are left out: without a prediction."""
-        parts, undecided = [], []
+        parts: list[list[Array]] = []
+        undecided = []
         for start in range(0, rows, self.batch_size):
             inputs = {name: value[start : start + self.batch_size] for name, value in features.items()}
             if self.inference_fn is not None:
@@ -252,11 +253,19 @@ class Serving:
                     )
             wrong: npt.NDArray[np.bool_] = np.zeros(count, bool)
             if outputs[0].dtype.kind == "f" and any(c.made != "raw" and c.rule != "value" for c in self.added):
-                wrong |= np.isnan(outputs[0]).reshape(count, -1).any(axis=1)  # no prediction, not a class
-            values = [column.values(outputs) for column in self.added]
-            parts.append([each[~wrong] for each in values] if wrong.any() else values)
+                unknown = np.isnan(outputs[0])
+                if unknown.any():
+                    wrong = unknown.reshape(count, -1).any(axis=1)  # no prediction, not a class
+            parts.append([each[~wrong] for each in outputs] if wrong.any() else outputs)
             undecided.append(wrong)
-        return [list(each) for each in zip(*parts, strict=True)], np.concatenate(undecided)
+        firsts = [outputs[0] for outputs in parts]
+        if len({each.shape[1:] for each in firsts}) == 1:  # numpy's calls cost more than the few rows of a part
+            firsts = [np.concatenate(firsts)]
+        values = [
+            [column.values(each) for each in (parts if column.made == "raw" else ([first] for first in firsts))]
+            for column in self.added
+        ]
+        return values, np.concatenate(undecided)
 
 
 def has_rows(output: Any, rows: int) -> bool:

@@ -281,9 +281,7 @@ class StorageParams(ElasticParams):
 class CheckpointParams(ElasticParams):
     """Checkpoints, and resuming from them."""
 
-    checkpoint_dir, getCheckpointDir, setCheckpointDir = setting(
-        "shared path or URI for durable checkpoints.", to.path
-    )
+    checkpoint_dir, getCheckpointDir, setCheckpointDir = setting("shared path or URI for durable checkpoints.", to.path)
     checkpoint_interval, getCheckpointInterval, setCheckpointInterval = setting(
         "epochs between two checkpoints.", to.whole(at_least=1), default=1
     )
