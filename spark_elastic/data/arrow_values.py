@@ -136,6 +136,35 @@ def missing_rows(array: Any, allow_nan: bool) -> npt.NDArray[np.bool_]:
     return missing
 
 
+def filled(array: Any, value: float, allow_nan: bool) -> Any:
+    """Return numbers, or arrays or vectors of them, with a value in place of nulls, and of what is not finite.
+
+    With `allow_nan`, NaN and infinity stay. A null in place of a whole array stays, and so do other types.
+    """
+    import pyarrow as pa
+    from pyarrow import compute, types
+
+    kind = array.type
+    if types.is_struct(kind):  # a vector: (type, size, indices, values)
+        parts = [*array.flatten()[:3], filled(array.flatten()[3], value, allow_nan)]
+        return pa.StructArray.from_arrays(parts, fields=list(kind), mask=array.is_null())
+    if types.is_list(kind) or types.is_large_list(kind):
+        lengths = compute.fill_null(compute.list_value_length(array), 0).to_numpy()
+        inner = filled(array.flatten(), value, allow_nan)
+        offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+        made = pa.list_(kind.value_field.with_type(inner.type))
+        return pa.ListArray.from_arrays(offsets, inner, type=made, mask=array.is_null())
+    if types.is_floating(kind):
+        put = pa.scalar(value, kind)
+        known = compute.fill_null(array, put)
+        return known if allow_nan else compute.if_else(compute.is_finite(known), known, put)
+    if not array.null_count or not (types.is_integer(kind) or types.is_boolean(kind)):
+        return array
+    if value != int(value):  # there is no such integer
+        return compute.fill_null(array.cast(pa.float64()), pa.scalar(value))
+    return compute.fill_null(array, pa.scalar(bool(value) if types.is_boolean(kind) else int(value), kind))
+
+
 def _ragged(flat: npt.NDArray[Any], lengths: npt.NDArray[Any], inner: tuple[int, ...] = ()) -> Values:
     if len(lengths) and lengths[0] > 0 and (lengths == lengths[0]).all():
         return Values(flat, None, int(lengths[0]), inner)

@@ -133,6 +133,8 @@ class Request:
     seed: int = 0
     shard_bytes: int = SHARD_BYTES
     pre_shuffle: str | None = None
+    missing: str | float = "error"  # rows with a missing value are refused, left out ("skip"), or get this number
+    filled: Sequence[str] = ()  # the tensors that get the number
 
     def __post_init__(self) -> None:
         for name in ("tensors", "dtypes", "shapes", "pad_to", "sparse"):
@@ -180,8 +182,11 @@ class Request:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, for the dataset's key and for the settings in its manifest."""
+        settings = asdict(self)
+        if self.missing == "error":  # as in datasets that were written before these settings came
+            del settings["missing"], settings["filled"]
         return {
-            **asdict(self),
+            **settings,
             "tensors": {
                 name: columns if isinstance(columns, str) else list(columns) for name, columns in self.tensors.items()
             },

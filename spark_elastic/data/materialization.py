@@ -247,7 +247,8 @@ class _Write:
             partitions, slots = found
             if partitions > _TASKS_A_SLOT * slots:  # a task costs about 0.1 s besides its rows
                 rows = rows.coalesce(max(-(-partitions // _JOINED), _TASKS_A_SLOT // 4 * slots))
-        written = (request.shard_bytes, request.validation, request.seed, self.kept)
+        complete = (request.missing, tuple(request.filled))
+        written = (request.shard_bytes, request.validation, request.seed, self.kept, *complete)
         task = WriteTask(self.folder, run, groups, self.query.tensors, *written)
         name = f"spark_elastic: write {', '.join(request.tensors)}"
         wide = any(column.source != "scalar" for tensor in self.query.tensors for column in tensor.columns)
@@ -287,11 +288,15 @@ def write_again_if_order_is_lost(write: Callable[[], list[Any]], clear: Callable
 
 
 def _refuse_faults(receipts: Sequence[Receipt]) -> None:
-    seen = sum(receipt.rows for receipt in receipts)
+    seen, skipped = sum(receipt.rows for receipt in receipts), sum(receipt.skipped for receipt in receipts)
+    if skipped:
+        _log.warning(
+            "%d of %d rows have a missing value (null, NaN or infinity) and are left out", skipped, seen + skipped
+        )
     if faults := [fault for receipt in receipts for fault in receipt.faults]:
         raise error_of(faults, seen)
     if not seen:
-        raise DataError("the DataFrame has no rows")
+        raise DataError("the DataFrame has no rows" + (" without a missing value" if skipped else ""))
     layouts = [(receipt, receipt.layout) for receipt in receipts if receipt.layout is not None]
     for index in range(len(layouts[0][1].fields)):
         counts: Counter[tuple[int, ...]] = Counter()

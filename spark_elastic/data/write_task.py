@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.data.arrow_values import Fault, RowsRefused, nulls
+from spark_elastic.data.arrow_values import Fault, RowsRefused, filled, missing_rows, nulls
 from spark_elastic.data.columns import Tensor
 from spark_elastic.data.encode import Encoder
 from spark_elastic.data.manifest import Layout, Shard
@@ -40,6 +40,7 @@ class Receipt:
     layout: Layout | None  # the layout of the records. None: the partition is empty
     splits: dict[str, tuple[Shard, ...]]  # the shards written for each split
     faults: tuple[Fault, ...] = ()  # the faults at which the task stopped, if any
+    skipped: int = 0  # rows that were left out, because a value is missing in them
 
     def dumps(self) -> str:
         return json.dumps({**asdict(self), "layout": self.layout and self.layout.to_json()})
@@ -66,6 +67,8 @@ class WriteTask:
     validation: float | str | None
     seed: int  # of the random split
     durable: bool = False  # files survive a power cut
+    missing: str | float = "error"  # as of `Request`, as is `filled`
+    filled: tuple[str, ...] = ()
 
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Return a row with the receipt, also if rows cannot be stored: Spark would repeat a task that raises."""
@@ -82,9 +85,13 @@ class WriteTask:
         attempt = uuid.uuid4().hex[:8]
         splits = ("train",) if self.validation is None else ("train", "validation")
         writers: dict[str, ShardWriter] = {}
+        skipped = 0
         try:
-            for batch in filter(len, batches):
-                batch = arrived(batch, self.groups)
+            for given in filter(len, batches):
+                batch = self._complete(arrived(given, self.groups))
+                skipped += len(given) - len(batch)
+                if not len(batch):
+                    continue
                 first_row = encoder.rows
                 block = encoder.encode(batch)
                 assert encoder.layout is not None
@@ -107,7 +114,26 @@ class WriteTask:
             written, faults = {}, tuple(replace(fault, partition=partition) for fault in error.faults)
         else:
             written, faults = {split: writer.close() for split, writer in writers.items()}, ()
-        return Receipt(partition, encoder.rows, socket.gethostname(), encoder.layout, written, faults)
+        return Receipt(partition, encoder.rows, socket.gethostname(), encoder.layout, written, faults, skipped)
+
+    def _complete(self, batch: Any) -> Any:
+        """Return the batch without rows in which a value is missing, or with a number in their place."""
+        import pyarrow as pa
+
+        if self.missing == "error":
+            return batch
+        columns = {column.name: tensor for tensor in self.tensors for column in tensor.columns}
+        if not isinstance(self.missing, str):
+            names = {column.name for tensor in self.tensors if tensor.name in self.filled for column in tensor.columns}
+            arrays = [
+                filled(array, self.missing, columns[name].allow_nan) if name in names else array
+                for name, array in zip(batch.schema.names, batch.columns, strict=True)
+            ]
+            return pa.RecordBatch.from_arrays(arrays, batch.schema.names)
+        kept = np.ones(len(batch), bool)
+        for name, tensor in columns.items():
+            kept &= ~missing_rows(batch.column(name), tensor.allow_nan)
+        return batch if kept.all() else batch.filter(pa.array(kept))
 
     def _validation_rows(self, batch: Any, partition: int, first_row: int) -> Any:
         if not isinstance(self.validation, str):

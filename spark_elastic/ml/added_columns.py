@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Array = npt.NDArray[Any]
+_FEW = 32  # classes
 BY_CLASS = ("argmax", "argmax_probability")  # rules for outputs with one value per class: a logit, or a probability
 
 
@@ -76,8 +77,12 @@ def probability(output: Array, rule: str) -> Array:
     if rule == "argmax_probability":
         return values
     if rule == "argmax":
-        raised = np.exp(values - values.max(axis=1, keepdims=True))
-        return np.asarray(raised / raised.sum(axis=1, keepdims=True))
+        # numpy reduces a short last axis slowly, row by row
+        axis, raised = (0, values.T.copy()) if values.shape[1] < _FEW else (1, values.copy())
+        raised -= raised.max(axis=axis, keepdims=True)
+        np.exp(raised, out=raised)
+        raised /= raised.sum(axis=axis, keepdims=True)
+        return np.ascontiguousarray(raised if axis else raised.T)
     flat = values.reshape(len(values))
     # the sigmoid, in a form that overflows for no logit
     positive = np.exp(-np.logaddexp(0.0, -flat)) if rule == "binary_logit" else flat
@@ -85,9 +90,9 @@ def probability(output: Array, rule: str) -> Array:
 
 
 def raw_prediction(output: Array, rule: str) -> Array:
-    """Return the score of each class, float64 [rows, classes]: the larger, the more likely the class is."""
+    """Return the score of each class, [rows, classes]: the larger, the more likely the class is."""
     if rule != "binary_logit":
-        return output.astype(np.float64) if rule in BY_CLASS else probability(output, rule)
+        return output if rule in BY_CLASS else probability(output, rule)
     flat = output.astype(np.float64).reshape(len(output))
     return np.stack([-flat, flat], axis=1)
 

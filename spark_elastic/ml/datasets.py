@@ -54,7 +54,8 @@ class SharedDatasets:
 def request_of(tensors: Tensors, given: Callable[[str], Any]) -> Request:
     """Return the arguments of `materialize` for an estimator's tensors and settings."""
     options = {name: value for name, value in (given("data_options") or {}).items() if name in WRITE_OPTIONS}
-    fixed = {"validation": given("validation"), "seed": given("seed")}
+    fixed = {name: given(name) for name in ("validation", "seed", "missing")}
+    fixed["filled"] = [name for name in tensors.columns if name.startswith(INPUT)]
     return Request(tensors.columns, tensors.dtypes, tensors.shapes, **fixed, **options)
 
 
@@ -92,6 +93,7 @@ def check_stored(dataset: Dataset, settings: ElasticParams) -> None:
     given, where = settings.getOrDefault, dataset.store.url
     options = given("data_options") or {}
     of_writing = [name for name in ("dataset_id", "keep_dataset") if settings.isSet(name) and given(name)]
+    of_writing += ["missing"] if given("missing") != "error" else []
     of_writing += [f"data_options[{name!r}]" for name in WRITE_OPTIONS if name in options]
     if of_writing:
         raise InvalidSettingsError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -20,6 +21,7 @@ from spark_elastic.data.shared_store import ensure_shared
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidSettingsError, StateLostError
 from spark_elastic.jobs.driver_callbacks import CallbackSession, DriverCallback, DriverResult, DriverRun
+from spark_elastic.jobs.job import ElasticJob
 from spark_elastic.jobs.settings import RunCall, RunSettings
 from spark_elastic.ml import fingerprint, preparation, run_folder
 from spark_elastic.ml.datasets import SharedDatasets, check_stored, request_of, written_rows
@@ -33,6 +35,7 @@ from spark_elastic.ml.training.dry_run import DryRunResult, warn_of_no_predictio
 from spark_elastic.ml.training.spec import CheckpointPlan, Training, TrainingResult
 from spark_elastic.reporting.descriptions import describe_settings
 from spark_elastic.reporting.event_log import event_rows
+from spark_elastic.reporting.history import Row
 from spark_elastic.reporting.progress import stop_line
 from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
 from spark_elastic.runs.folder import new_run_id
@@ -57,6 +60,15 @@ _WITH_CODE = (
 """Settings that may need modules of the user's own."""
 _VALUES = ("TypedStorage", "UntypedStorage", "ndarray")
 _OF_CLUSTER = {"storage_options", "run_options", "status_port"}  # these do not distinguish the trainings of a search
+
+
+class _StopRequest(DriverCallback):
+    """Ends the training after the running epoch once it is `requested`."""
+
+    requested = False
+
+    def on_epoch_end(self, row: Row) -> str | None:
+        return "interrupted by Ctrl-C" if self.requested else None
 
 
 class FitRun(ABC, Generic[T, M]):
@@ -91,6 +103,7 @@ class FitRun(ABC, Generic[T, M]):
         self.seconds: dict[str, float] = {}  # the seconds that the parts of the fit took, by name
         self._began = clock.wall()
         self._events: list[dict[str, Any]] = []
+        self._interrupt = _StopRequest() if self.given("on_interrupt") == "return" else None
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> FitRun[T, M]:
@@ -321,6 +334,8 @@ class FitRun(ABC, Generic[T, M]):
             from spark_elastic.trackers.mlflow import autologging_callbacks
 
             given += autologging_callbacks(given)
+        if self._interrupt is not None:
+            given.append(self._interrupt)
         return CallbackSession(given)
 
     def train(self) -> None:
@@ -371,12 +386,23 @@ class FitRun(ABC, Generic[T, M]):
         job = start(self._call(self.training), session if session else None, self.lease)
         try:
             with cancelled_on_error(job):
-                if session:
-                    session.deliver()
-                return job.result()
+                return self._results_of(job)
         finally:
             self._events += event_rows(job.changes(), self._began)
             session.note_events(self._events)
+
+    def _results_of(self, job: ElasticJob) -> list[Any]:
+        """Wait for a job. Ctrl-C raises, unless `on_interrupt` makes the first one end the training after an epoch."""
+        while True:
+            try:
+                if self._session:
+                    self._session.deliver()
+                return job.result()
+            except KeyboardInterrupt:
+                if self._interrupt is None or self._interrupt.requested:
+                    raise
+                self._interrupt.requested = True
+                print("spark_elastic: the training ends after this epoch; Ctrl-C again ends it now", file=sys.stderr)
 
     def _call(self, *arguments: Any) -> RunCall:
         options = dict(self._run_options)
@@ -405,6 +431,7 @@ class FitRun(ABC, Generic[T, M]):
             inputs = model_inputs(self.dataset, self.given("input_shapes"))
             names = [] if self._query is None else [name for field in inputs for name in field.columns]
             types = [] if self._query is None else [self._query.df.schema[name].dataType for name in names]
+            missing = written_with.get("missing", "error")
             model = self.fitted_model(
                 Fitted(
                     inputs=inputs,
@@ -417,6 +444,7 @@ class FitRun(ABC, Generic[T, M]):
                     pad_to=written_with.get("pad_to", {}),
                     allow_nan=written_with.get("allow_nan", False),
                     columns={name: kind.simpleString() for name, kind in zip(names, types, strict=True)},
+                    missing=None if isinstance(missing, str) else missing,
                 )
             )
             # The model has the estimator's uid, as in Spark ML, so that param maps of a CrossValidator reach it.

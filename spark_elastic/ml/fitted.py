@@ -25,11 +25,12 @@ class Fitted:
     why_not: str = ""  # why the model cannot be called with its inputs alone; "" if it can
     pad_to: Mapping[str, int] = dataclasses.field(default_factory=dict)  # lengths that arrays are padded to, by input
     allow_nan: bool | Sequence[str] = False  # inputs that may be NaN or infinite; True or False for all of them
+    missing: float | None = None  # the number that took the place of missing values in training
     output_positions: tuple[int, ...] = ()  # their positions among all that the model returns; empty if they are all
     columns: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Spark's types of those columns, if known
 
     def to_json(self) -> dict[str, Any]:
-        plain = ("rule", "events", "why_not", "pad_to", "allow_nan", "output_positions", "columns")
+        plain = ("rule", "events", "why_not", "pad_to", "allow_nan", "missing", "output_positions", "columns")
         return {
             **{name: getattr(self, name) for name in plain},
             "inputs": [{**dataclasses.asdict(field), "kind": field.kind.value} for field in self.inputs],
@@ -45,6 +46,7 @@ class Fitted:
             outputs = [typed({"outputs": one}, "outputs", dict) for one in typed(document, "outputs", list)]
             # files of 0.2.0 have no positions
             listed = typed({"output_positions": [], **document}, "output_positions", list)
+            missing = document.get("missing")
             positions = tuple(whole_number(each, "output_positions") for each in listed)
             columns = typed({"columns": {}, **document}, "columns", dict)  # nor have they these
             if positions and len(positions) != len(outputs):
@@ -69,8 +71,9 @@ class Fitted:
                     name: whole_number(length, "pad_to") for name, length in typed(document, "pad_to", dict).items()
                 },
                 allow_nan=allowed if isinstance(allowed, bool) else names_in(document, "allow_nan"),
+                missing=None if missing is None else float(missing),
                 output_positions=positions,
                 columns={name: typed(columns, name, str, "columns.") for name in columns},
             )
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise CheckpointError(f"the metadata of the saved model is damaged: {error}") from error

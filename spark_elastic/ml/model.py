@@ -199,6 +199,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             on_gpu=not self.getOrDefault("transform_device").startswith("cpu"),
             inference_fn=self.getOrDefault("inference_fn"),
             handle_invalid=self.getOrDefault("handle_invalid"),
+            missing=fitted.missing,
             output_positions=fitted.output_positions,
             **more,
         )
@@ -284,12 +285,14 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         classes = outputs[0].shape if rule in BY_CLASS else (2,)
         for made, shape in (("prediction", ()), ("probability", classes), ("raw_prediction", classes)):
             setting = f"{made}_col"
-            if not (name := self.getOrDefault(setting)):
+            if not (name := self.getOrDefault(setting)) or (
+                not self.isSet(setting) and name in [each.name for each in added]
+            ):
                 continue
             vector = made != "prediction"
             if rule is not None and not (vector and rule == "value"):
                 added.append(AddedColumn(name, made, 0, rule, OutputShape("<f8", shape), as_vector=vector))
-            elif self.isSet(setting):  # prediction_col has a default
+            elif self.isSet(setting):
                 raise InvalidSettingsError(
                     f"{setting} is set, but it is not known how to make one of an output of shape "
                     f"{list(outputs[0].shape)}; set prediction to 'argmax', 'argmax_probability', 'binary_logit' or "

@@ -61,6 +61,13 @@ def one_of(*choices: str, hint: str = "") -> Converter:
 
 
 text: Callable[[str, str], str] = accepting("a name", lambda value: isinstance(value, str) and value, str)
+
+
+def text_or_none(name: str, value: str | None) -> str:
+    """Convert to a name; None is "", because it would stand for a default."""
+    return text(name, value) if value else ""
+
+
 function: Callable[[str, Callable[..., Any]], Any] = accepting("a function", callable)
 
 
@@ -89,6 +96,10 @@ def names(name: str, value: str | Sequence[str]) -> list[str]:
 
 def names_or_none(name: str, value: str | Sequence[str]) -> list[str]:
     return [] if _is_list(value) and len(value) == 0 else names(name, value)
+
+
+def grouped_names_or_none(name: str, value: Any) -> list[Any]:
+    return [] if _is_list(value) and len(value) == 0 else grouped_names(name, value)
 
 
 def grouped_names(name: str, value: str | Sequence[str] | Sequence[Sequence[str]]) -> list[Any]:
@@ -145,6 +156,14 @@ def fraction_or_column(name: str, value: Any) -> float | str:
             f"{name} must be a fraction between 0 and 1 (both excluded), such as 0.1, or the name of a boolean column, "
             f"not {value}; leave it out (None) to train on all rows"
         )
+    return float(value)
+
+
+def missing(name: str, value: Any) -> str | float:
+    if value in ("error", "skip"):
+        return str(value)
+    if isinstance(value, (bool, str)) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise wrong(name, "'error', 'skip' or a number", value)
     return float(value)
 
 

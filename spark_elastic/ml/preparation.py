@@ -94,7 +94,7 @@ def features(
 
 def labels(
     schema: Any,
-    label_cols: Sequence[str],
+    label_cols: Sequence[str | Sequence[str]],
     label_shapes: Sequence[Sequence[int]] | None,
     dtypes: Sequence[str | None] = (),
     allow_text: bool = True,
@@ -106,12 +106,14 @@ def labels(
     if label_shapes is not None and len(label_shapes) != len(label_cols):
         raise InvalidSettingsError(f"{len(label_shapes)} label_shapes for {len(label_cols)} label_cols")
     made = Tensors({})
-    for index, name in enumerate(label_cols):
+    for index, each in enumerate(label_cols):
         shape = None if label_shapes is None else tuple(label_shapes[index])
-        one = _tensor(schema, f"{LABEL}{index}", [name], shape, "label_cols", allow_text, alone_is_scalar=True)
+        alone, names = isinstance(each, str), flat_names([each])
+        one = _tensor(schema, f"{LABEL}{index}", names, shape, "label_cols", allow_text, alone_is_scalar=alone)
         dtype = dtypes[index] if index < len(dtypes) else None
         # a list of reals may be a probability for each class
-        if dtype is not None and one.dtypes and (dtype == FLOAT or not is_list(schema[name].dataType)):
+        whole = alone and not is_list(schema[names[0]].dataType)
+        if dtype is not None and one.dtypes and (dtype == FLOAT or whole):
             one = Tensors(one.columns, {f"{LABEL}{index}": dtype}, one.shapes)
         made |= one
     return made
@@ -143,8 +145,11 @@ def _tensor(
             raise InvalidSettingsError(
                 f"input_dtypes has {dtype!r} for {names[0]!r}, which is {_type_name(schema, names[0])}; make it None"
             )
-        if not allow_text:
+        bytes_of_features = kinds == ["binary"] and setting == "feature_cols"
+        if not allow_text and not (bytes_of_features and shape is not None):
             remedy = "StringIndexer makes numbers of classes" if setting == "label_cols" else "make numbers of it"
+            if bytes_of_features:
+                remedy = "input_shapes=[(height, width)] makes uint8 of bytes of one length"
             raise DataError(
                 f"{setting} {names[0]!r} is {_type_name(schema, names[0])}, which a model cannot take; {remedy}, or a "
                 "transformation_fn makes arrays of each batch"

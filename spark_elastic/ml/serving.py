@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from spark_elastic.collective.gpu.leases import lease_gpu, visible_gpus
 from spark_elastic.data import travel
-from spark_elastic.data.arrow_values import RowsRefused, error_of, missing_rows
+from spark_elastic.data.arrow_values import RowsRefused, error_of, filled, missing_rows
 from spark_elastic.data.columns import Request, Tensor
 from spark_elastic.data.encode import Encoder
 from spark_elastic.data.manifest import Kind, TensorField
@@ -74,7 +74,8 @@ def tensors_for(
 class FeatureReader:
     """Makes model inputs of the Arrow batches of one partition, with the encoder that wrote the training rows."""
 
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+    def __init__(self, tensors: tuple[Tensor, ...], fill: float | None = None) -> None:
+        self._fill = fill  # takes the place of missing values
         self._names = list(dict.fromkeys(column.name for tensor in tensors for column in tensor.columns))
         self._no_nan = {column.name for tensor in tensors if not tensor.allow_nan for column in tensor.columns}
         self._encoder = Encoder(tensors)
@@ -86,7 +87,7 @@ class FeatureReader:
         """
         import pyarrow as pa
 
-        columns = [_plain(self._column(batch, name)) for name in self._names]
+        columns = [self._column(batch, name) for name in self._names]
         try:
             block = self._encoder.encode(pa.RecordBatch.from_arrays(columns, self._names))
         except RowsRefused as refused:
@@ -112,10 +113,10 @@ class FeatureReader:
             found |= missing_rows(self._column(batch, name), allow_nan=name not in self._no_nan)
         return found
 
-    @staticmethod
-    def _column(batch: pa.RecordBatch, name: str) -> Any:
+    def _column(self, batch: pa.RecordBatch, name: str) -> Any:
         # Not by name: other columns of the batch may have equal names.
-        return batch.column(batch.schema.get_field_index(name))
+        found = _plain(batch.column(batch.schema.get_field_index(name)))
+        return found if self._fill is None else filled(found, self._fill, allow_nan=name not in self._no_nan)
 
 
 def _plain(column: Any) -> Any:
@@ -172,11 +173,12 @@ class Serving:
     handle_invalid: str = "error"
     output_positions: tuple[int, ...] = ()  # positions of the outputs that have a value for each row; empty if all have
     loaded: Predictor | None = None  # the model, if this process has it; `model` is not read then
+    missing: float | None = None  # a number that takes the place of missing values
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
 
-        read = FeatureReader(self.inputs)
+        read = FeatureReader(self.inputs, self.missing)
         for plain in batches:
             batch = pa.RecordBatch.from_arrays(plain.columns, self.names or plain.schema.names)
             arrays, kept = self.added_to(batch, read)
@@ -192,7 +194,7 @@ class Serving:
         """
         import pyarrow as pa
 
-        read = FeatureReader(self.inputs)
+        read = FeatureReader(self.inputs, self.missing)
         for given in batches:
             columns = list(given) if isinstance(given, tuple) else [given]
             names = [str(number) for number in range(len(columns))]
@@ -264,7 +266,8 @@ class Serving:
         self, predict: Predictor, features: dict[str, Any], rows: int
     ) -> tuple[list[list[Array]], npt.NDArray[np.bool_]]:
         """Return the values of each column and part of a batch, and which rows are left out: without a prediction."""
-        parts, undecided = [], []
+        parts: list[list[Array]] = []
+        undecided = []
         start, size = 0, min(self.batch_size or _rows_of(features, rows, predict), _fitting.get(self.key, rows))
         while start < rows:
             count = min(size, rows - start)
@@ -292,11 +295,19 @@ class Serving:
                     )
             wrong: npt.NDArray[np.bool_] = np.zeros(count, bool)
             if outputs[0].dtype.kind == "f" and any(c.made != "raw" and c.rule != "value" for c in self.added):
-                wrong |= np.isnan(outputs[0]).reshape(count, -1).any(axis=1)  # no prediction, not a class
-            values = [column.values(outputs) for column in self.added]
-            parts.append([each[~wrong] for each in values] if wrong.any() else values)
+                unknown = np.isnan(outputs[0])
+                if unknown.any():
+                    wrong = unknown.reshape(count, -1).any(axis=1)  # no prediction, not a class
+            parts.append([each[~wrong] for each in outputs] if wrong.any() else outputs)
             undecided.append(wrong)
-        return [list(each) for each in zip(*parts, strict=True)], np.concatenate(undecided)
+        firsts = [outputs[0] for outputs in parts]
+        if len({each.shape[1:] for each in firsts}) == 1:  # numpy's calls cost more than the few rows of a part
+            firsts = [np.concatenate(firsts)]
+        values = [
+            [column.values(each) for each in (parts if column.made == "raw" else ([first] for first in firsts))]
+            for column in self.added
+        ]
+        return values, np.concatenate(undecided)
 
 
 def gpu_of_task(count: int) -> tuple[int, str]:

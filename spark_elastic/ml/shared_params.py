@@ -18,11 +18,13 @@ from spark_elastic.ml.params import ElasticParams, setting
 from spark_elastic.runs.folder import check_run_id
 from spark_elastic.settings import ScalingSettings, declarations
 
+Missing: TypeAlias = Literal["error", "skip"] | float
 Shapes: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
 DType: TypeAlias = str | type | np.dtype[Any]
 ColumnsFunction: TypeAlias = Callable[[dict[str, Any]], Mapping[str, Any]]
 Compression: TypeAlias = Literal["none", "fp16", "bf16"]
 Consistency: TypeAlias = Literal["trajectory", "exact"]
+OnInterrupt: TypeAlias = Literal["raise", "return"]
 BestMode: TypeAlias = Literal["auto", "min", "max"]
 OutputType: TypeAlias = Literal["array", "vector"]
 HandleInvalid: TypeAlias = Literal["error", "skip", "keep"]
@@ -38,6 +40,7 @@ RUN_OPTIONS = tuple(each.name for each in declarations(RunSettings) if each.name
 """The arguments of `spark_elastic.run` that are not settings of the estimators themselves."""
 
 WRITE_OPTIONS = ("pad_to", "variable", "sparse", "allow_nan", "shard_bytes", "pre_shuffle")
+OF_CLASSES = ("probability", "raw_prediction")  # columns that are made by default where the prediction is a class
 READ_OPTIONS = ("order", "prefetch", "cache_dir", "cache_bytes")
 """Arguments of `materialize` (WRITE_OPTIONS) and `BatchReader` (READ_OPTIONS) that are not settings themselves."""
 
@@ -57,7 +60,7 @@ class FeatureParams(FeatureColumns):
 
     input_shapes, getInputShapes, setInputShapes = setting(
         "shape of one row of each input, such as [(1, 28, 28)]. Default: as in its column; [] for a single column of "
-        "integers.",
+        "integers. Binary columns need it, and are uint8.",
         to.shapes,
     )
     input_dtypes, getInputDtypes, setInputDtypes = setting(
@@ -71,16 +74,24 @@ class LabelParams(ElasticParams):
     """Labels, weights and validation."""
 
     label_cols, getLabelCols, setLabelCols = setting(
-        "columns that are compared with the model's outputs; [] if train_fn needs none.", to.names_or_none
+        "columns that are compared with the model's outputs, each a label; an inner list is one label [rows, columns]. "
+        "[] if train_fn needs none.",
+        to.grouped_names_or_none,
     )
     label_shapes, getLabelShapes, setLabelShapes = setting(
         "shape of one row of each label. Default: as in its column.", to.shapes
+    )
+    missing, getMissing, setMissing = setting(
+        "treatment by fit of nulls, NaN and infinity: 'error', 'skip' (leave out the row), or a number that replaces "
+        "them in inputs, in transform too.",
+        to.missing,
+        default="error",
     )
     sample_weight_col, getSampleWeightCol, setSampleWeightCol = setting(
         "column with the weight of each row in the loss.", to.text
     )
     validation, getValidation, setValidation = setting(
-        "rows for validation: a fraction, drawn with the seed, or the name of a boolean column. Default: none.",
+        "rows for validation: a fraction, drawn with the seed, or the name of a boolean column.",
         to.fraction_or_column,
     )
 
@@ -88,15 +99,15 @@ class LabelParams(ElasticParams):
 class ModelParams(ElasticParams):
     """The model, its loss and metrics."""
 
-    model, getModel, setModel = setting("the model; fit trains a copy of it.", to.anything)
+    model, getModel, setModel = setting("the model, or a function that makes it (PyTorch).", to.anything)
     optimizer, getOptimizer, setOptimizer = setting("the optimizer.", to.anything)
     loss, getLoss, setLoss = setting("the loss, or a list with one for each label.", to.anything)
     loss_weights, getLossWeights, setLossWeights = setting(
         "factor of each of several losses in their sum. Default: 1 each.", to.numbers_list
     )
     loss_is_per_worker, getLossIsPerWorker, setLossIsPerWorker = setting(
-        "take a loss that is no mean over rows, averaged over the workers' shares of a batch; the result then depends "
-        "on their number. False: such a loss is refused before workers start.",
+        "take a loss that is no mean over rows, averaged over the workers' shares of a batch, so that their number "
+        "matters. False: it is refused.",
         to.boolean,
         default=False,
     )
@@ -132,6 +143,12 @@ class BatchParams(ElasticParams):
         to.whole(at_least=1),
     )
     epochs, getEpochs, setEpochs = setting("passes over the training rows.", to.whole(at_least=1), default=1)
+    on_interrupt, getOnInterrupt, setOnInterrupt = setting(
+        "effect of Ctrl-C while workers train: 'raise' a KeyboardInterrupt, or 'return' the model after the running "
+        "epoch, unless it is pressed again.",
+        to.one_of(*get_args(OnInterrupt)),
+        default="raise",
+    )
     shuffle, getShuffle, setShuffle = setting(
         "read the rows of each epoch in another random order.", to.boolean, default=True
     )
@@ -183,8 +200,7 @@ class GradientParams(ElasticParams):
         default="none",
     )
     sync_batch_norm, getSyncBatchNorm, setSyncBatchNorm = setting(
-        "compute batch normalisation over all workers' rows of a batch, so that the number of workers does not "
-        "matter. False: over each worker's own rows.",
+        "batch normalisation over all workers' rows of a batch; False: over each worker's own.",
         to.boolean,
         default=True,
     )
@@ -244,7 +260,7 @@ class StorageParams(ElasticParams):
         to.location,
     )
     storage_options, getStorageOptions, setStorageOptions = setting(
-        "options of the filesystem of a URI, such as credentials. Not saved with an estimator.",
+        "options of the filesystem of a URI, such as credentials.",
         to.dictionary,
     )
     dataset_id, getDatasetId, setDatasetId = setting(
@@ -266,9 +282,7 @@ class StorageParams(ElasticParams):
 class CheckpointParams(ElasticParams):
     """Checkpoints, and resuming from them."""
 
-    checkpoint_dir, getCheckpointDir, setCheckpointDir = setting(
-        "shared path or URI for durable checkpoints. Default: none are written.", to.path
-    )
+    checkpoint_dir, getCheckpointDir, setCheckpointDir = setting("shared path or URI for durable checkpoints.", to.path)
     checkpoint_interval, getCheckpointInterval, setCheckpointInterval = setting(
         "epochs between two checkpoints.", to.whole(at_least=1), default=1
     )
@@ -331,36 +345,37 @@ class OutputParams(ElasticParams):
         to.names_or_none,
     )
     output_type, getOutputType, setOutputType = setting(
-        "'array', or 'vector': outputs of one axis become Spark ML vectors, as its evaluators need them.",
+        "'array', or 'vector': outputs of one axis become Spark ML vectors.",
         to.one_of(*get_args(OutputType)),
         default="array",
     )
     prediction_col, getPredictionCol, setPredictionCol = setting(
-        "name of the double column with the prediction from the first output; '' for none.",
-        lambda name, value: "" if value is None or value == "" else to.text(name, value),
+        "name of the double column with the prediction from the first output; None for none.",
+        to.text_or_none,
         default="prediction",
     )
     prediction, getPrediction, setPrediction = setting(
-        "rule for the prediction from the first output: 'argmax' of its values, 'argmax_probability' of "
-        "probabilities, the 'value' itself, 'binary_logit': 1 if above 0, 'binary_probability': 1 if above 0.5. "
-        "'auto': the rule of the loss, or the value if there is one per row, or no prediction.",
+        "rule for the prediction from the first output: 'argmax', 'argmax_probability' (of probabilities), 'value', "
+        "'binary_logit' (1 above 0) or 'binary_probability' (1 above 0.5). 'auto': that of the loss, or the value if "
+        "there is one per row, or none.",
         to.one_of(*get_args(PredictionRule)),
         default="auto",
     )
     probability_col, getProbabilityCol, setProbabilityCol = setting(
-        "name of a vector column with the probability of each class (softmax or sigmoid of the first output, unless "
-        "it has probabilities). Default: none.",
-        to.text,
+        "name of the vector column with the probability of each class, where the prediction is one: softmax or "
+        "sigmoid of the first output, unless it has probabilities. None for none.",
+        to.text_or_none,
+        default="probability",
     )
     raw_prediction_col, getRawPredictionCol, setRawPredictionCol = setting(
-        "name of a vector column with the score of each class, for BinaryClassificationEvaluator: the first output, "
-        "or of one value per row [-z, z] of a logit, [1 - p, p] of a probability. Default: none.",
-        to.text,
+        "name of the vector column with the score of each class, where the prediction is one: the first output, or "
+        "[-z, z] of a logit, [1 - p, p] of a probability. None for none.",
+        to.text_or_none,
+        default="rawPrediction",
     )
     handle_invalid, getHandleInvalid, setHandleInvalid = setting(
         "treatment by transform of rows with a null in the input, NaN or infinity where fit refuses them, or a NaN "
-        "output of which no class can be made: 'error', 'skip' (leave them out) or 'keep' (all added columns are "
-        "null).",
+        "output without a class: 'error', 'skip' (leave them out) or 'keep' (all added columns are null).",
         to.one_of(*get_args(HandleInvalid)),
         default="error",
     )
@@ -386,10 +401,8 @@ class OutputParams(ElasticParams):
 
     def _check_together(self) -> None:
         super()._check_together()
-        added = [
-            *(self._given("output_cols") or []),
-            *filter(None, [self._given(f"{each}_col") for each in ("prediction", "probability", "raw_prediction")]),
-        ]
+        named = ["prediction_col", *(f"{each}_col" for each in OF_CLASSES if self.isSet(f"{each}_col"))]
+        added = [*(self._given("output_cols") or []), *filter(None, map(self._given, named))]
         if repeated := [name for name in added if added.count(name) > 1]:
             raise InvalidSettingsError(
                 f"{repeated[0]!r} would be {added.count(repeated[0])} of the output columns; give output_cols, "

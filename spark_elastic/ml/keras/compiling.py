@@ -309,7 +309,7 @@ def losses_by_output(loss: Any, names: Sequence[str] | None) -> list[tuple[str |
     return [] if loss is None else [(name, loss) for name in (names if names is not None else [None])]
 
 
-def check_losses(model: Any, loss: Any, labels: Sequence[str] | None) -> list[tuple[str | None, Any]]:
+def check_losses(model: Any, loss: Any, labels: Sequence[Any] | None) -> list[tuple[str | None, Any]]:
     """Return `losses_by_output`; raise InvalidSettingsError if one is not a loss, or the number of labels differs."""
     pairs = losses_by_output(loss, output_names(model))
     for _, each in pairs:
@@ -323,7 +323,7 @@ def check_losses(model: Any, loss: Any, labels: Sequence[str] | None) -> list[tu
     if labels and pairs and len(pairs) != len(labels) and pairs[0][0] is not None:
         outputs = ", ".join(str(name) for name, _ in pairs)
         raise InvalidSettingsError(
-            f"{len(pairs)} losses (of the outputs {outputs}) for {len(labels)} label_cols ({', '.join(labels)}); there "
+            f"{len(pairs)} losses (of the outputs {outputs}) for {len(labels)} label_cols {list(labels)!r}; there "
             "must be a label for each output that has a loss, in their order"
         )
     return pairs

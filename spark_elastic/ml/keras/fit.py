@@ -86,7 +86,8 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
             made |= Tensors({}, dict.fromkeys(floats & made.dtypes.keys(), FLOAT))
         for name, loss in zip(self.given("label_cols"), self._losses(), strict=False):
             kind = compiling.loss_kind(loss)
-            if kind is not None and kind.labels == "one-hot" and not is_list(schema[name].dataType):
+            alone = isinstance(name, str) and not is_list(schema[name].dataType)
+            if kind is not None and kind.labels == "one-hot" and alone:
                 named = getattr(loss, "name", None) or getattr(loss, "__name__", loss)
                 raise DataError(
                     f"label_cols {name!r} is one number a row, but {named} needs a value for each class: use "

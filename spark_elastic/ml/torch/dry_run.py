@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import re
 import sys
@@ -22,11 +21,13 @@ from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import check_one_best
 from spark_elastic.ml.params import as_list
+from spark_elastic.ml.torch.building import built, subject
 from spark_elastic.ml.torch.engine import objective_of, single_row_norm
 from spark_elastic.ml.torch.fidelity import differences
 from spark_elastic.ml.torch.loss_checks import broadcast_is_an_error, check_losses, check_metrics
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model import TorchPredictor
+from spark_elastic.ml.torch.model_function import FORM, ModelFunction
 from spark_elastic.ml.torch.model_step import ForwardResult, LoggedName, ModelStep, StepPosition, TorchBatch
 from spark_elastic.ml.torch.objective import BatchMaker, Objective, rule
 from spark_elastic.ml.torch.serialization import trained_copy, weights_to_bytes
@@ -55,19 +56,24 @@ def dry_run(
     training: TorchTraining, inference_fn: Callable[[dict[str, Any]], Mapping[str, Any]] | None
 ) -> DryRunResult:
     """Do forward, loss, metrics, backward and an optimizer step on a copy; then call the model as `transform` does."""
-    _check_parts(training)
     common.check_order(training)
     check_one_best(training.callbacks)
-    if training.sync_batch_norm:
-        common.warn_of_local_batch_statistics(
-            unconverted(training.model),
-            "the class overrides forward",
-            "Use torch.nn.BatchNorm1d, 2d or 3d, or set sync_batch_norm=False",
-        )
-    copied = common.round_trip_pickle(training)
-    _check_copy(training, copied)
     generator = torch.random.get_rng_state()
     try:
+        if isinstance(training.model, ModelFunction):
+            given = copied = built(_copied(training))
+            _check_parts(given)
+        else:
+            given = training
+            _check_parts(given)
+            copied = _copied(training)
+        if training.sync_batch_norm:
+            common.warn_of_local_batch_statistics(
+                unconverted(given.model),
+                "the class overrides forward",
+                "Use torch.nn.BatchNorm1d, 2d or 3d, or set sync_batch_norm=False",
+            )
+        _check_copy(training, copied)
         batch = first_rows(copied, common.ROWS)
         result, found = _step(copied, batch)
         first = next(iter(as_list(training.loss)), None)
@@ -80,29 +86,9 @@ def dry_run(
         torch.random.set_rng_state(generator)
 
 
-def lazy_names(model: torch.nn.Module) -> list[str]:
-    """Return the names of parameters and buffers whose shapes follow from the first rows, as of `LazyLinear`."""
-    named = itertools.chain(model.named_parameters(), model.named_buffers())
-    return [name for name, value in named if torch.nn.parameter.is_lazy(value)]
-
-
-def initialize(training: TorchTraining) -> None:
-    """Call a model that has lazy modules with the first rows, in eval mode, so that its parameters get their shapes."""
-    model, objective = training.model, objective_of(training)
-    part = BatchMaker(training, torch.device("cpu")).parts(first_rows(training, common.ROWS), 1)[0]
-    modes = {module: module.training for module in model.modules()}
-    with user_code(_subject(training), part.rows, part.tensors), torch.no_grad():
-        # a model that decides how it is trained may have no call for other rows
-        objective.set_mode(model, isinstance(training.train_fn, ModelStep))
-        objective.prepare(model, StepPosition())
-        objective.forward(model, part)
-    for module, mode in modes.items():
-        module.training = mode
-    if left := lazy_names(model):
-        raise InvalidSettingsError(
-            f"{', '.join(left)} of the model got no shape from a call with the first rows; call the model once with "
-            "rows that reach it before fit, or give its module the number of features"
-        )
+def _copied(training: TorchTraining) -> TorchTraining:
+    """Return the training as a worker gets it. Raises NotPicklableError."""
+    return common.round_trip_pickle(training, {"model": f"give a function that makes the model: {FORM}"})
 
 
 def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[str, Any]]:
@@ -117,7 +103,7 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
     versions = {name: param._version for name, param in model.named_parameters() if param.requires_grad}
     buffers = {name: value.clone() for name, value in _own_buffers(model).items()}
     with (
-        user_code(_subject(training), part.rows, part.tensors),
+        user_code(subject(training), part.rows, part.tensors),
         single_row_norm(model, part.rows),
         broadcast_is_an_error(),
     ):
@@ -287,7 +273,7 @@ def _check_copy(training: TorchTraining, copied: TorchTraining) -> None:
                     f"hooks are registered for all modules or optimizers ({name}.{kind}), and workers would not call "
                     "them; register them on the model or the optimizer, or remove them before fit"
                 )
-    names = ("model", "optimizer", "loss")
+    names = ("optimizer", "loss") if isinstance(training.model, ModelFunction) else ("model", "optimizer", "loss")
     here, there = ({name: getattr(each, name) for name in names} for each in (training, copied))
     if lost := differences(here, there):
         raise InvalidSettingsError(
@@ -318,16 +304,12 @@ def _gradients_at_once(model: torch.nn.Module) -> Iterator[None]:
             )
 
 
-def _subject(training: TorchTraining) -> str:
-    return training.train_fn.name if isinstance(training.train_fn, ModelStep) else "the model and its loss"
-
-
 def _validation(training: TorchTraining, objective: Objective, part: TorchBatch) -> ForwardResult | None:
     """Call the model as in a validation, where it may return something else; None without a validation."""
     if not training.validates:
         return None
     objective.set_mode(training.model, False)
-    with user_code(f"{_subject(training)} in validation", part.rows, part.tensors), torch.no_grad():
+    with user_code(f"{subject(training)} in validation", part.rows, part.tensors), torch.no_grad():
         objective.prepare(training.model, StepPosition(step=1))
         result = _kept(objective.forward(training.model, part))
     objective.set_mode(training.model, True)

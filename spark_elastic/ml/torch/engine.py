@@ -44,7 +44,9 @@ class TorchEngine(Engine):
 
     def __init__(self, training: TorchTraining, keeps_best: bool) -> None:
         self._device = hvd.device(training.device)
-        best = round_trip(training.model).to(self._device).requires_grad_(False) if keeps_best else None
+        best = copy_of_model(training).to(self._device) if keeps_best else None
+        for param in () if best is None else best.parameters():  # a scripted module has no requires_grad_()
+            param.requires_grad_(False)
         model = training.model.to(self._device)
         self._uncompile = compile_model(training, model)
         if training.sync_batch_norm:
@@ -304,6 +306,15 @@ def compile_model(training: TorchTraining, model: torch.nn.Module) -> Callable[[
     backend: Any = {} if training.compile is True else {"backend": training.compile}
     module.forward = torch.compile(module.forward, **backend)
     return undo
+
+
+def copy_of_model(training: TorchTraining) -> torch.nn.Module:
+    """Return a copy of the model: pickled and loaded, or made by its function if it was given as one."""
+    if training.made_by is None:
+        return round_trip(training.model)  # type: ignore[no-any-return]
+    copied = training.made_by()
+    load_state(copied, state_of(training.model, copy=False))
+    return copied
 
 
 @contextmanager

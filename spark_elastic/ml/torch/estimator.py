@@ -47,6 +47,8 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
     the job could not continue.
 
     Args:
+        model: A module; or a function, or class, that returns one, called with the shapes of the inputs (the rows are
+            -1), or without arguments. Workers call it too, so such a module need not be picklable.
         optimizer: An instance on the model's parameters, whose groups and options are kept; a class; or a function of
             the list of parameters.
         loss: A module or function of (output, label); a list with one for each label. A loss of your own returns the
@@ -97,21 +99,23 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
     def __init__(
         self,
         *,
-        model: torch.nn.Module | None = None,
+        model: torch.nn.Module | Callable[..., torch.nn.Module] | None = None,
         optimizer: torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
         loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
         train_fn: Callable[..., Any] | None = None,
         loss_weights: Sequence[float] | None = None,
         loss_is_per_worker: bool = False,
         feature_cols: str | Sequence[str] | Sequence[Sequence[str]] | None = None,
-        label_cols: str | Sequence[str] | None = None,
+        label_cols: str | Sequence[str] | Sequence[Sequence[str]] | None = None,
         sample_weight_col: str | None = None,
         input_shapes: shared.Shapes | None = None,
         input_dtypes: shared.DType | Sequence[shared.DType | None] | None = None,
         label_shapes: shared.Shapes | None = None,
+        missing: shared.Missing = "error",
         batch_size: int | None = None,
         per_worker_batch_size: int | None = None,
         epochs: int = 1,
+        on_interrupt: shared.OnInterrupt = "raise",
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | Callable[[torch.optim.Optimizer], Any] | None = None,
         scheduler_interval: Literal["epoch", "step"] = "epoch",
         scheduler_monitor: str | None = None,
@@ -155,10 +159,10 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         data_options: Mapping[str, Any] | None = None,
         output_cols: str | Sequence[str] | None = None,
         output_type: shared.OutputType = "array",
-        prediction_col: str = "prediction",
+        prediction_col: str | None = "prediction",
         prediction: shared.PredictionRule = "auto",
-        probability_col: str | None = None,
-        raw_prediction_col: str | None = None,
+        probability_col: str | None = "probability",
+        raw_prediction_col: str | None = "rawPrediction",
         handle_invalid: shared.HandleInvalid = "error",
         inference_fn: shared.ColumnsFunction | None = None,
         transform_batch_size: int | None = None,

@@ -14,28 +14,28 @@ from spark_elastic.ml.fit import FitRun
 from spark_elastic.ml.fitted import Fitted
 from spark_elastic.ml.params import as_list
 from spark_elastic.ml.torch import objective, serialization
-from spark_elastic.ml.torch.dry_run import dry_run, initialize, lazy_names
+from spark_elastic.ml.torch.building import initialize, input_shapes, lazy_names
+from spark_elastic.ml.torch.dry_run import dry_run
 from spark_elastic.ml.torch.model import ElasticTorchModel
-from spark_elastic.ml.torch.model_step import model_step_of
+from spark_elastic.ml.torch.model_function import FORM, ModelFunction, Shapes, takes_shapes
+from spark_elastic.ml.torch.model_step import ModelStep, model_step_of
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining, check_parameters
 from spark_elastic.ml.torch.train import train
 from spark_elastic.runs.trust import trusted_files
 
 
 class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
-    """One fit of a `torch.nn.Module`."""
+    """One fit of a `torch.nn.Module`, or of what a function makes."""
 
     deciding = (*FitRun.deciding, "train_fn", "lr_scheduler", "scheduler_interval", "scheduler_monitor", "amp")
     train_fn = staticmethod(train)
     dry_run_fn = staticmethod(dry_run)
+    _shapes: Shapes = ()  # of the model's inputs, for a function that makes the model
 
     def check_framework(self) -> None:
         model, optimizer = self.given("model"), self.given("optimizer")
-        if not isinstance(model, torch.nn.Module):
-            raise InvalidSettingsError(
-                f"model must be a torch.nn.Module, not {model!r}" if model is not None else "model is not set"
-            )
         step = model_step_of(self.given("train_fn"))
+        self._check_model(model, step)
         if optimizer is None and (step is None or not step.makes_optimizer):
             raise InvalidSettingsError(
                 "optimizer is not set: torch.optim.Adam(model.parameters(), lr=1e-3), for example"
@@ -54,9 +54,16 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
                     f"loss must be a module or a function of (output, label), not {each!r}{hint}"
                 )
         if isinstance(loss, (list, tuple)) and labels and len(loss) != len(labels):
-            raise InvalidSettingsError(f"{len(loss)} losses for {len(labels)} label_cols ({', '.join(labels)})")
+            raise InvalidSettingsError(f"{len(loss)} losses for {len(labels)} label_cols {labels!r}")
         self._virtual_workers()
         if isinstance(optimizer, torch.optim.Optimizer):
+            if not isinstance(model, torch.nn.Module):
+                raise InvalidSettingsError(
+                    f"optimizer is an instance of {type(optimizer).__name__}, made for other parameters than those of "
+                    "the model that a function makes; give its class, or a function of the parameters: "
+                    f"lambda params: torch.optim.{type(optimizer).__name__}(params, "
+                    f"lr={optimizer.defaults.get('lr')})"
+                )
             check_parameters(optimizer, model)
             if getattr(self.given("lr_scheduler"), "optimizer", optimizer) is not optimizer:
                 raise InvalidSettingsError(
@@ -69,6 +76,21 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
                 torch.device(self.given("device"))
             except RuntimeError as error:
                 raise InvalidSettingsError(f"device={self.given('device')!r}: {error}") from None
+
+    def _check_model(self, model: Any, step: ModelStep | None) -> None:
+        if isinstance(model, torch.nn.Module):
+            return
+        if model is None:
+            raise InvalidSettingsError("model is not set")
+        if not callable(model):
+            raise InvalidSettingsError(
+                f"model must be a torch.nn.Module, not {model!r}; or a function that returns one: {FORM}"
+            )
+        takes_shapes(model)  # raises if it takes more
+        if step is not None:
+            raise InvalidSettingsError(
+                f"model is a function, and {step.name} must be given as it is: a torch.nn.Module"
+            )
 
     def label_dtypes(self) -> list[str | None]:
         loss, labels = self.given("loss"), self.given("label_cols") or []
@@ -108,16 +130,20 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
         }
 
     def dry_run(self) -> None:
-        if lazy_names(self.given("model")):  # before anything describes the model or makes a copy of it
+        model = self.given("model")
+        if not isinstance(model, torch.nn.Module):
+            self._shapes = input_shapes(self.make_training(self.dataset.store))
+        elif lazy_names(model):  # before anything describes the model or makes a copy of it
             initialize(self.make_training(self.dataset.store))
         super().dry_run()
 
     def make_training(self, store: Store, resume_from: str | None = None) -> TorchTraining:
-        same = (
-            *("model", "optimizer", "loss", "loss_weights", "train_fn", "lr_scheduler", "scheduler_interval"),
-            *("amp", "compile"),
-        )
+        same = ("optimizer", "loss", "loss_weights", "train_fn", "lr_scheduler", "scheduler_interval", "amp", "compile")
+        model = self.given("model")
         settings = {
+            "model": model
+            if isinstance(model, torch.nn.Module)
+            else ModelFunction(model, self._shapes, self.given("seed")),
             **self.common_settings(store, resume_from),
             "metrics": self.given("metrics") or {},
             "virtual_workers": self._virtual_workers(),
@@ -129,8 +155,8 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
         return TorchTraining(**{**settings, **self._configured()})
 
     def fitted_model(self, fitted: Fitted) -> ElasticTorchModel:
-        model = ElasticTorchModel()
+        model, given = ElasticTorchModel(), self.training.model
         with trusted_files():  # written by the workers of this fit
-            module = serialization.trained_copy(self.training.model, self.trained.read(MODEL_FILE))
-        model._attach(module, fitted)
+            module = serialization.trained_copy(given, self.trained.read(MODEL_FILE))
+        model._attach(module, fitted, given if isinstance(given, ModelFunction) else None)
         return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +20,9 @@ from spark_elastic.ml.saved_stage import Codec, SavedParts
 from spark_elastic.ml.serving import ROWS, Predictor, gpu_of_task
 from spark_elastic.ml.torch import saved_model, serialization
 from spark_elastic.ml.torch.lightning import prediction_call
+from spark_elastic.ml.torch.model_function import ModelFunction
 from spark_elastic.ml.torch.objective import outputs_of
+from spark_elastic.runs.trust import trusted_files
 
 _ROWS_ON_CPU = 512
 """A row of an MLP with 256 units takes 1.7 µs of a core in batches of 512, and 3.0 µs in batches of 4,096, whose values
@@ -32,6 +35,8 @@ class ElasticTorchModel(ElasticModel):
 
     `module` is the trained `torch.nn.Module`; `history` and `events` are as of `ElasticModel`.
     """
+
+    _made_by: ModelFunction | None = None  # the function that has made the module, if one was given
 
     @property
     def module(self) -> torch.nn.Module:
@@ -59,11 +64,14 @@ class ElasticTorchModel(ElasticModel):
     def _codec(cls) -> Codec:
         return serialization
 
-    def _attach(self, module: torch.nn.Module, fitted: Fitted) -> None:
-        self._native, self._fitted = module.eval(), fitted
+    def _attach(self, module: torch.nn.Module, fitted: Fitted, made_by: ModelFunction | None = None) -> None:
+        self._native, self._fitted, self._made_by = module.eval(), fitted, made_by
 
     def _predictor(self) -> Callable[[], Predictor]:
-        return partial(_load_predictor, self.module, self._given("transform_device"), self._given("transform_threads"))
+        carried: Any = self.module
+        if self._made_by is not None:
+            carried = _Trained(self._made_by, serialization.weights_to_bytes(self.module))
+        return partial(_load_predictor, carried, self._given("transform_device"), self._given("transform_threads"))
 
     def _own_predictor(self) -> Predictor:
         module = self.module.eval()
@@ -71,15 +79,30 @@ class ElasticTorchModel(ElasticModel):
         return TorchPredictor(module, "cpu" if tensor is None else str(tensor.device))
 
     def _parts(self) -> SavedParts:
-        return saved_model.parts_of(self.module, self._facts_of_fit().to_json())
+        return saved_model.parts_of(self.module, self._facts_of_fit().to_json(), self._made_by)
 
     def _restore(self, facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Mapping[str, Any]) -> None:
         super()._restore(facts, files, objects)
         self._native = saved_model.native_of(facts, files, objects)
+        given = objects[saved_model.ARCHITECTURE]
+        self._made_by = given if isinstance(given, ModelFunction) else None
 
 
-def _load_predictor(module: torch.nn.Module, transform_device: str, threads: int) -> Predictor:
+@dataclass(frozen=True)
+class _Trained:
+    """A trained module as it travels to executors if it cannot be pickled."""
+
+    function: ModelFunction
+    weights: bytes
+
+    def __call__(self) -> torch.nn.Module:
+        with trusted_files():  # sent by this application
+            return serialization.trained_copy(self.function, self.weights)
+
+
+def _load_predictor(carried: Any, transform_device: str, threads: int) -> Predictor:
     torch.set_num_threads(threads)
+    module = carried() if isinstance(carried, _Trained) else carried
     try:
         device = choose_device(transform_device, device_info(), gpu_of_task).device
         return TorchPredictor(module.to(device).eval(), device)
@@ -94,10 +117,12 @@ class TorchPredictor:
         self._call = prediction_call(module)
         self._device = device
         self.rows = _ROWS_ON_CPU if device.startswith("cpu") else ROWS
+        scripted = any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())
+        self._mode = torch.no_grad if scripted else torch.inference_mode  # which TorchScript does not bear
 
     def __call__(self, inputs: Mapping[str, Any]) -> list[Any]:
         try:
-            with torch.inference_mode():
+            with self._mode():
                 returned = self._call(*(_tensor_of(value).to(self._device) for value in inputs.values()))
                 return [_as_numpy(each) if isinstance(each, torch.Tensor) else each for each in outputs_of(returned)]
         except torch.OutOfMemoryError as error:

@@ -17,7 +17,7 @@ import torch
 
 from spark_elastic import clock
 from spark_elastic.collective.process import process
-from spark_elastic.ml.torch.engine import compile_model, objective_of, single_row_norm
+from spark_elastic.ml.torch.engine import compile_model, copy_of_model, objective_of, single_row_norm
 from spark_elastic.ml.torch.model_step import StepPosition
 from spark_elastic.ml.torch.objective import BatchMaker
 from spark_elastic.ml.torch.spec import TorchTraining
@@ -46,7 +46,11 @@ def rehearse(training: TorchTraining, device: torch.device, workers: int) -> Non
 
 def _step(training: TorchTraining, device: torch.device, rows: int) -> None:
     names = ("model", "loss", "train_fn", "transformation_fn")
-    copied = replace(training, **round_trip({name: getattr(training, name) for name in names}))
+    if training.made_by is None:
+        copied = replace(training, **round_trip({name: getattr(training, name) for name in names}))
+    else:  # the model cannot be pickled
+        parts = round_trip({name: getattr(training, name) for name in names if name != "model"})
+        copied = replace(training, model=copy_of_model(training), **parts)
     model = copied.model.to(device)
     compile_model(copied, model)
     objective = objective_of(copied, device)

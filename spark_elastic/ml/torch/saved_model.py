@@ -10,6 +10,7 @@ import torch
 from spark_elastic.errors import CheckpointError
 from spark_elastic.ml.saved_stage import SavedParts
 from spark_elastic.ml.torch import serialization
+from spark_elastic.ml.torch.model_function import ModelFunction
 from spark_elastic.runs.tensors import from_bytes
 
 ARCHITECTURE = "architecture"
@@ -19,12 +20,13 @@ _SAFETENSORS = "weights.safetensors"
 codec = serialization
 
 
-def parts_of(module: torch.nn.Module, facts: Mapping[str, Any]) -> SavedParts:
-    """Return what to save of a module; `facts` are those of its fit."""
+def parts_of(module: torch.nn.Module, facts: Mapping[str, Any], made_by: ModelFunction | None) -> SavedParts:
+    """Return what to save of a module, or of the function that made it; `facts` are those of its fit."""
     weights = serialization.weights_to_bytes(module)
     safe = _safetensors(module)
     beside = {} if safe is None else {_SAFETENSORS: safe}
-    return SavedParts(facts, {_WEIGHTS: weights}, {ARCHITECTURE: serialization.hollow(module)}, beside=beside)
+    architecture = serialization.hollow(module) if made_by is None else made_by
+    return SavedParts(facts, {_WEIGHTS: weights}, {ARCHITECTURE: architecture}, beside=beside)
 
 
 def present(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,8 +38,10 @@ def native_of(facts: Mapping[str, Any], files: Mapping[str, bytes], objects: Map
     """Return the saved module, on the CPU, in eval mode. Raises `CheckpointError` if it is damaged."""
     if _WEIGHTS not in files or ARCHITECTURE not in objects:
         raise CheckpointError("the metadata of the saved model is damaged: it names no weights or no architecture")
+    given = objects[ARCHITECTURE]
     try:
-        return serialization.fill(objects[ARCHITECTURE], from_bytes(files[_WEIGHTS])).eval()
+        weights = from_bytes(files[_WEIGHTS])
+        return serialization.fill(given() if isinstance(given, ModelFunction) else given, weights).eval()
     except CheckpointError as error:
         error.message = f"{_WEIGHTS}: {error.message}"
         raise

@@ -59,10 +59,15 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=not is_whole)
 
 
-def trained_copy(module: torch.nn.Module, weights: bytes) -> torch.nn.Module:
-    """Return a copy of a module with the weights of `weights_to_bytes`, on the CPU; raise as `fill` does."""
+def trained_copy(model: Any, weights: bytes) -> torch.nn.Module:
+    """Return a copy of a module with the weights of `weights_to_bytes`, on the CPU; raise as `fill` does.
+
+    `model` may be a `ModelFunction` that makes the module.
+    """
     # not by `copy.deepcopy`, which refuses tensors that a forward pass has computed
-    return fill(pickling.round_trip(module).cpu(), from_bytes(weights))
+    copied = pickling.round_trip(model)
+    made: torch.nn.Module = copied if isinstance(copied, torch.nn.Module) else copied()
+    return fill(made.cpu(), from_bytes(weights))
 
 
 def hollow(module: torch.nn.Module) -> torch.nn.Module:
@@ -88,7 +93,9 @@ def fill(module: torch.nn.Module, weights: dict[str, Any]) -> torch.nn.Module:
     if not isinstance(weights, dict):
         raise CheckpointError(f"the saved weights are a {type(weights).__name__}, not tensors by name")
     for tensor in module.state_dict(keep_vars=True).values():
-        if isinstance(tensor, torch.Tensor) and tensor.numel() > 1 and 0 in tensor.stride():
+        if torch.nn.parameter.is_lazy(tensor) or not isinstance(tensor, torch.Tensor):
+            continue  # a lazy tensor is made when its values are loaded
+        if tensor.numel() > 1 and 0 in tensor.stride():
             tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)
     try:
         load_state(module, weights)

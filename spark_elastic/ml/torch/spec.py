@@ -11,6 +11,7 @@ import torch
 
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.callbacks import Callback, validation_hint
+from spark_elastic.ml.torch.model_function import ModelFunction
 from spark_elastic.ml.torch.model_step import LoggedName
 from spark_elastic.ml.training.spec import Training
 
@@ -34,6 +35,8 @@ class TorchTraining(Training):
     that are not explained here are settings of `ElasticTorchEstimator`.
 
     Attributes:
+        model: a `torch.nn.Module`; a `ModelFunction` until `building.built` has called it.
+        made_by: the function that has made the model in this process; None if a module was given.
         loss: as of the estimator. One of torch gets labels with or without a last axis of 1, as it needs them, another
             one as their columns have them; see `objective.LossTerm` for what it may return.
         train_fn: as of the estimator. It is also called for validation, without gradients and in eval mode.
@@ -42,7 +45,7 @@ class TorchTraining(Training):
         config: global settings of torch by name, such as "default_dtype", as they are where the model was made.
     """
 
-    model: torch.nn.Module
+    model: Any
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[[list[Any]], torch.optim.Optimizer]
     loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None
     loss_weights: Sequence[float] | None = None
@@ -59,6 +62,7 @@ class TorchTraining(Training):
     compile: bool | str = False
     generators: Sequence[Any] = ()
     config: Mapping[str, Any] = field(default_factory=global_config)
+    made_by: ModelFunction | None = None
 
     def __post_init__(self) -> None:
         if self.virtual_workers is not None:  # batch normalisation takes the statistics of each shard

@@ -9,6 +9,7 @@ import torch
 import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
 from spark_elastic.ml.callbacks import check_one_best
+from spark_elastic.ml.torch.building import built
 from spark_elastic.ml.torch.engine import TorchEngine
 from spark_elastic.ml.torch.exact import ExactTorchEngine
 from spark_elastic.ml.torch.rehearsal import rehearse
@@ -25,6 +26,7 @@ def train(training: TorchTraining) -> TrainingResult:
         getattr(torch, f"set_{name}")(value)
     hvd.init()
     device = hvd.device(training.device)
+    training = built(training)
     if process.is_newcomer and (device.type == "cuda" or training.compile):
         rehearse(training, device, workers=hvd.size())
     return assemble(training).run()

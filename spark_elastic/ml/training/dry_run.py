@@ -122,8 +122,11 @@ def optimizer_errors(optimizer: Any, variables: str) -> Iterator[None]:
         ) from error
 
 
-def round_trip_pickle(training: T) -> T:
-    """Return a pickled copy of the whole, because parts share objects. Raise NotPicklableError with the setting."""
+def round_trip_pickle(training: T, remedies: Mapping[str, str] = {}) -> T:
+    """Return a pickled copy of the whole, because parts share objects. Raise NotPicklableError with the setting.
+
+    `remedies`: what to do instead, by setting.
+    """
     try:
         return round_trip(training)  # type: ignore[no-any-return]
     except Exception as error:
@@ -132,9 +135,11 @@ def round_trip_pickle(training: T) -> T:
             try:
                 round_trip(value)
             except Exception as reason:
+                remedy = remedies.get(
+                    each.name, "create what cannot be pickled (locks, connections, open files) where it is first used"
+                )
                 raise NotPicklableError(
-                    f"{each.name} ({type(value).__name__}) cannot be sent to the workers: {reason}; create what cannot "
-                    "be pickled (locks, connections, open files) where it is first used"
+                    f"{each.name} ({type(value).__name__}) cannot be sent to the workers: {reason}; {remedy}"
                 ) from error
         raise NotPicklableError(f"the training cannot be sent to the workers: {error}") from error
 

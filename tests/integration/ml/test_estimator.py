@@ -147,6 +147,33 @@ def test_a_saved_estimator_trains_as_the_one_that_was_saved(digits: Any, tmp_pat
     assert "store, run_options['env'], run_options['output_dir'] of the HereEstimator" in caplog.text
 
 
+def scripted(shapes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    made: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(shapes[0][1], 32), nn.ReLU(), nn.Linear(32, 10)))
+    return made
+
+
+def test_model_of_a_function_is_fitted_applied_saved_and_loaded(digits: Any, tmp_path: Path) -> None:
+    df = prepared(digits[0])
+    estimator = HereEstimator(**digit_settings(model=scripted, epochs=2))
+    model = estimator.fit(df)
+    assert weights_of(model) == pytest.approx(weights_of(HereEstimator(**digit_settings(epochs=2)).fit(df)), abs=1e-4)
+    path = str(tmp_path / "model")
+    model.save(path)
+    with pytest.raises(CheckpointError, match=r"architecture in .* can only be loaded by running code"):
+        ElasticTorchModel.load(path)
+    loaded = ElasticTorchModel.load(path, trusted=True)
+    filled = ElasticTorchModel.load(path, module=digit_net())
+    columns = ["digit", "prediction", "output"]
+    rows = [sorted(map(str, each.transform(df).select(columns).collect())) for each in (model, loaded)]
+    assert rows[0] == rows[1]
+    assert weights_of(loaded) == weights_of(filled) == weights_of(model)
+    again = estimator.copy({estimator.epochs: 1})
+    again.save(str(tmp_path / "estimator"))
+    with trusted_files():
+        assert len(HereEstimator.load(str(tmp_path / "estimator")).fit(df).history) == 1
+
+
 def test_fit_takes_param_maps_and_several_of_them(digits: Any) -> None:
     df = prepared(digits[0])
     estimator = HereEstimator(**digit_settings(epochs=1))

@@ -62,10 +62,9 @@ def test_outputs_and_probabilities_are_what_the_model_gives(rows: Any) -> None:
         OutputShape("<f4", (4,)),
         OutputShape("<f4", (1,)),
         rule="argmax_probability",
-        probability_col="probability",
     )
     made = model.transform(rows)
-    assert made.columns == [*rows.columns, "output_0", "output_1", "prediction", "probability"]
+    assert made.columns == [*rows.columns, "output_0", "output_1", "prediction", "probability", "rawPrediction"]
     found = made.collect()
     assert len(found) == 30
     words = np.array([row.word for row in found])

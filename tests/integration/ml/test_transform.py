@@ -10,7 +10,11 @@ import pytest
 import torch
 from pyspark.errors import PythonException
 from pyspark.ml import PipelineModel
-from pyspark.ml.evaluation import BinaryClassificationEvaluator, RegressionEvaluator
+from pyspark.ml.evaluation import (
+    BinaryClassificationEvaluator,
+    MulticlassClassificationEvaluator,
+    RegressionEvaluator,
+)
 from pyspark.ml.functions import array_to_vector
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as F
@@ -63,7 +67,7 @@ def test_columns_are_kept_and_outputs_are_what_the_module_gives(rows: Any, sent:
     module = TwoInputs()
     model = model_of(module, [JOINED, WORD], OutputShape("<f4", (4,)), OutputShape("<f4", ()), rule="argmax")
     made = model.transform(rows)
-    assert made.columns == [*rows.columns, "output_0", "output_1", "prediction"]
+    assert made.columns == [*rows.columns, "output_0", "output_1", "prediction", "probability", "rawPrediction"]
     for before, after in zip(rows.schema, made.schema, strict=False):
         assert before == after
         assert before.metadata == after.metadata
@@ -219,6 +223,13 @@ def test_the_result_may_be_read_in_subqueries(spark: Any, rows: Any, sent: str, 
     assert spark.sql(query).collect()
 
 
+class Difference(nn.Module):
+    """The logit of the second of two classes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, 1:] - x[:, :1]
+
+
 def test_outputs_suit_the_evaluators_of_spark_ml(rows: Any) -> None:
     labelled = rows.withColumn("label", (F.col("a") > 1.45).cast("double"))
     torch.manual_seed(0)
@@ -227,12 +238,15 @@ def test_outputs_suit_the_evaluators_of_spark_ml(rows: Any) -> None:
         linear.weight.zero_()
         linear.weight[1, 0] = 1.0
         linear.bias.copy_(torch.tensor([1.45, 0.0]))
-    classes = model_of(
-        linear, [JOINED], OutputShape("<f4", (2,)), rule="argmax", output_type="vector", probability_col="probability"
-    ).transform(labelled)
-    assert BinaryClassificationEvaluator(rawPredictionCol="output").evaluate(classes) == 1.0
-    assert BinaryClassificationEvaluator(rawPredictionCol="probability").evaluate(classes) == 1.0
-    assert classes.where("prediction != label").count() == 0
+    classes = model_of(linear, [JOINED], OutputShape("<f4", (2,)), rule="argmax").transform(labelled)
+    logit = model_of(nn.Sequential(linear, Difference()), [JOINED], OutputShape("<f4", (1,)), rule="binary_logit")
+    for made in (classes, logit.transform(labelled)):
+        assert BinaryClassificationEvaluator().evaluate(made) == 1.0
+        assert MulticlassClassificationEvaluator(metricName="accuracy").evaluate(made) == 1.0
+        chances = torch.log_softmax(torch.tensor([[1.45, row.a] for row in labelled.collect()]), 1)
+        wanted = nn.functional.nll_loss(chances, torch.tensor([int(row.label) for row in labelled.collect()])).item()
+        log_loss = MulticlassClassificationEvaluator(metricName="logLoss").evaluate(made)
+        assert log_loss == pytest.approx(wanted, abs=1e-6)
     number = model_of(Logging("/dev/null"), [JOINED], OutputShape("<f4", ())).transform(labelled)
     assert RegressionEvaluator(labelCol="output", predictionCol="prediction").evaluate(number) == 0.0
 
@@ -253,13 +267,13 @@ def test_rows_without_a_value_are_refused_left_out_or_get_null(rows: Any, sent: 
     unknown = array_to_vector(F.array(F.lit(float("nan")), F.lit(1.0)))
     bad = rows.withColumn("a", F.when(F.col("id") != 5, F.col("a")))
     bad = bad.withColumn("v", F.when(F.col("id") == 9, unknown).otherwise(F.col("v")))
-    settings = {"rule": "argmax", "output_type": "vector", "probability_col": "probability"}
+    settings = {"rule": "argmax", "output_type": "vector"}
     module = nn.Linear(3, 2)
     model_of(module, [JOINED], OutputShape("<f4", (2,)), **settings).save(str(tmp_path / "model"))
     model = ElasticTorchModel.load(str(tmp_path / "model"))
     with pytest.raises(PythonException, match=r"have (null|NaN).*handle_invalid='skip'"):
         model.transform(bad).collect()
-    added = ["output", "prediction", "probability"]
+    added = ["output", "prediction", "rawPrediction"]
     kept = model.setHandleInvalid("keep").transform(bad).orderBy("id").select("id", *added).collect()
     assert [row.id for row in kept if row[1:] == (None, None, None)] == [5, 9]
     assert all(None not in row for row in kept if row.id not in (5, 9))

@@ -21,7 +21,7 @@ def test_none_given_is_none_set_and_stays_so_in_copies(kind: Any) -> None:
     other = kind(status_port=0)
     assert other.copy({other.status_port: None}).getStatusPort() is None
     for name in (each.name for each in other.params if each.default is not None):
-        if name not in ("status_port", "prediction_col"):
+        if name != "status_port" and not name.endswith(("prediction_col", "probability_col")):
             with pytest.raises(InvalidSettingsError, match=f"{name} must be"):
                 kind(**{name: None})
 
@@ -103,6 +103,10 @@ def test_impossible_value_is_refused_with_the_possible_ones(settings: dict[str, 
         ({"checkpoint_seconds": 3}, "checkpoint_seconds=3.0 without checkpoint_dir"),
         ({"scheduler_monitor": "loss"}, "no lr_scheduler"),
         ({"output_cols": ["a"], "prediction_col": "a"}, "'a' would be 2 of the output columns"),
+        ({"missing": "drop"}, "missing must be 'error', 'skip' or a number, not 'drop'"),
+        ({"missing": float("nan")}, "missing must be 'error', 'skip' or a number, not nan"),
+        ({"on_interrupt": "stop"}, "on_interrupt must be one of 'raise', 'return', not 'stop'"),
+        ({"label_cols": ["a", ["b"]]}, "label_cols mixes names and lists of names"),
     ],
 )
 def test_settings_that_contradict_one_another_are_refused_at_once(settings: dict[str, Any], said: str) -> None:

@@ -57,7 +57,7 @@ def test_predictions_of_a_frame_or_table_are_what_the_module_gives(kind: str) ->
         made = made.to_pandas()
     else:
         assert list(made.index) == [7, 3, 5]
-    assert list(made.columns) == ["output", "prediction", "chances"]
+    assert list(made.columns) == ["output", "prediction", "chances", "rawPrediction"]
     assert np.allclose(np.stack(list(made["output"])), logits, atol=1e-6)
     assert made["prediction"].tolist() == logits.argmax(1).tolist()
     assert np.allclose(np.stack(list(made["chances"])), torch.softmax(torch.from_numpy(logits), 1), atol=1e-6)

@@ -151,14 +151,18 @@ def test_output_columns_have_the_chosen_names_and_types(plain: Any) -> None:
         made = plain.copy({plain.getParam(name): value for name, value in changes.items()})
         return {field.name: field.dataType for field in made.transformSchema(SCHEMA).fields[1:]}
 
-    assert added() == {"output": ArrayType(FloatType()), "prediction": DoubleType()}
-    assert list(added(output_cols=["logits"], prediction_col="class")) == ["logits", "class"]
-    assert added(output_type="vector", prediction_col="") == {"output": VectorUDT()}
-    assert added(output_cols=[], probability_col="p", prediction_col="") == {"p": VectorUDT()}
-    assert added(output_cols=[], raw_prediction_col="raw", prediction_col="") == {"raw": VectorUDT()}
-    assert [column.rule for column in plain._added()] == ["", "argmax"]
+    of_classes = {"probability": VectorUDT(), "rawPrediction": VectorUDT()}
+    assert added() == {"output": ArrayType(FloatType()), "prediction": DoubleType(), **of_classes}
+    names = {"output_cols": ["logits"], "prediction_col": "class", "probability_col": "p", "raw_prediction_col": None}
+    assert list(added(**names)) == ["logits", "class", "p"]
+    none = dict.fromkeys(("prediction_col", "probability_col", "raw_prediction_col"))
+    assert added(output_type="vector", **none) == {"output": VectorUDT()}
+    assert added(**{**none, "output_cols": [], "probability_col": "p"}) == {"p": VectorUDT()}
+    assert added(**{**none, "output_cols": [], "raw_prediction_col": "raw"}) == {"raw": VectorUDT()}
+    assert list(added(output_cols=["probability"], raw_prediction_col="")) == ["probability", "prediction"]
+    assert [column.rule for column in plain._added()] == ["", "argmax", "argmax", "argmax"]
     chosen = plain.copy({plain.prediction: "argmax_probability"})
-    assert [column.rule for column in chosen._added()] == ["", "argmax_probability"]
+    assert [column.rule for column in chosen._added()] == ["", *["argmax_probability"] * 3]
 
 
 def test_settings_of_transform_go_with_the_model(fit: Any) -> None:

@@ -247,7 +247,7 @@ def test_value_that_is_not_an_optimizer_is_refused(optimizer: Any, said: str) ->
         (keras.losses.MeanSquaredError, r"make one: MeanSquaredError\(\)"),
         (["mse"], "1 losses for the 2 outputs of the model"),
         ({"colour": "mse"}, "'colour', and the model's outputs are kind, size"),
-        ({"size": "mse"}, r"1 losses \(of the outputs size\) for 2 label_cols \(x, y\)"),
+        ({"size": "mse"}, r"1 losses \(of the outputs size\) for 2 label_cols \['x', 'y'\]"),
     ],
 )
 def test_loss_that_does_not_fit_the_outputs_is_refused(loss: Any, said: str) -> None:

@@ -61,7 +61,7 @@ def settings(**changes: Any) -> dict[str, Any]:
     net = changes.get("model") or make_net()
     made: dict[str, Any] = {
         "model": net,
-        "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
+        "optimizer": torch.optim.SGD(net.parameters(), lr=0.1) if isinstance(net, nn.Module) else torch.optim.SGD,
         "loss": nn.CrossEntropyLoss(),
         "batch_size": 16,
         "epochs": 2,

@@ -242,7 +242,8 @@ def test_the_rule_of_the_prediction_follows_from_the_loss_and_the_output(
 ) -> None:
     net = nn.Linear(6, last)
     model = estimator(model=net, optimizer=torch.optim.SGD, loss=loss, epochs=1).from_dataset_path(dataset)
-    assert [column.rule for column in model._added() if column.made == "prediction"] == ([rule] if rule else [])
+    count = 0 if rule is None else 1 if rule == "value" else 3  # with probability and rawPrediction
+    assert [column.rule for column in model._added() if column.made != "raw"] == [rule] * count
 
 
 def through_a_column(columns: dict[str, Any]) -> dict[str, Any]:
@@ -257,7 +258,10 @@ def test_model_that_needs_transformation_fn_fails_in_transform_only(dataset: Dat
     model = estimator(**chosen, transformation_fn=through_a_column, inference_fn=through_a_column).from_dataset_path(
         dataset
     )
-    assert [column.name for column in model._added()] == ["output", "prediction"]
+    assert [column.name for column in model._added()] == ["output", *OF_CLASSES]
+
+
+OF_CLASSES = ["prediction", "probability", "rawPrediction"]
 
 
 class Recurrent(nn.Module):
@@ -284,11 +288,11 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "taken", "columns"),
     [
-        ("states", (0,), ["output", "prediction"]),
-        ("one state", (0,), ["output", "prediction"]),
-        ("a dict", (0, 3), ["output_0", "output_1", "prediction"]),
+        ("states", (0,), ["output", *OF_CLASSES]),
+        ("one state", (0,), ["output", *OF_CLASSES]),
+        ("a dict", (0, 3), ["output_0", "output_1", *OF_CLASSES]),
         ("a state first", (1,), ["output"]),
-        ("a spectrum", (0,), ["output", "prediction"]),
+        ("a spectrum", (0,), ["output", *OF_CLASSES]),
     ],
 )
 def test_outputs_without_a_value_for_each_row_are_left_out_of_transform(
@@ -310,7 +314,7 @@ def test_outputs_without_a_value_for_each_row_are_left_out_of_transform(
     assert torch.allclose(torch.from_numpy(first), expected)
     assert Fitted.from_json(json.loads(json.dumps(model._fitted.to_json()))) == model._fitted
     if len(taken) == 2:
-        assert [column.name for column in model.setOutputCols(["a", "b"])._added()] == ["a", "b", "prediction"]
+        assert [column.name for column in model.setOutputCols(["a", "b"])._added()] == ["a", "b", *OF_CLASSES]
         with pytest.raises(InvalidSettingsError, match="1 output_cols for the 2 outputs"):
             model.setOutputCols(["one"])._added()
 

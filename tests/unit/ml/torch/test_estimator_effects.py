@@ -152,7 +152,7 @@ def test_inputs_are_ordered_by_number_not_by_their_order_in_the_dataset(tmp_path
 def test_input_shapes_are_those_of_transform_too(tmp_path: Path) -> None:
     dataset = pack(rows(only=["features_0"]), tmp_path)
     changes = {"transformation_fn": cropped, "inference_fn": cropped}
-    assert len(fitted(dataset, Image(1), input_shapes=[(1, 2, 3)], **changes)._added()) == 2
+    assert len(fitted(dataset, Image(1), input_shapes=[(1, 2, 3)], **changes)._added()) == 4
     model = fitted(dataset, Image(2), input_shapes=[(1, 2, 3)])
     assert model._facts_of_fit().inputs[0].shape == (1, 2, 3)
     assert [column.shape.shape for column in model._added() if column.made == "raw"] == [(3,)]

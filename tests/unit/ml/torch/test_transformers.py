@@ -189,3 +189,42 @@ def test_a_model_without_a_loss_is_an_error_that_names_the_labels(tmp_path: Path
     estimator = estimator_of(Lossless(), feature_cols="x", label_cols="y")
     with pytest.raises(DataError, match=r"Lossless must return an object whose .loss is one number, not None.*are y"):
         estimator.from_dataset_path(dataset)
+
+
+SPEECH = {
+    **{name: value for name, value in SMALL.items() if name not in ("vocab_size", "max_position_embeddings")},
+    "conv_dim": (8,),
+    "conv_kernel": (10,),
+    "conv_stride": (5,),
+    "num_feat_extract_layers": 1,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "classifier_proj_size": 8,
+    "num_labels": 2,
+    **{f"{name}_dropout": 0.0 for name in ("hidden", "attention", "activation", "feat_proj", "final")},
+    "layerdrop": 0.0,
+    "apply_spec_augment": False,
+}
+
+
+@pytest.mark.parametrize("kind", ["Hubert", "Wav2Vec2"])
+def test_speech_models_with_parametrized_convolutions_are_trained_as_by_plain_torch(kind: str, tmp_path: Path) -> None:
+    def made() -> Any:
+        torch.manual_seed(5)
+        return getattr(tr, f"{kind}ForSequenceClassification")(getattr(tr, f"{kind}Config")(**SPEECH))
+
+    sounds = np.random.default_rng(1).normal(size=(32, 100)).astype("f4")
+    data = pack({"features_0": sounds, "label_0": np.arange(32) % 2}, tmp_path)
+    settings = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1), "shuffle": False, "epochs": 2}
+    model = estimator_of(made(), feature_cols="input_values", label_cols="labels", **settings).from_dataset_path(data)
+    net = made().train()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for start in (0, 16, 0, 16):
+        optimizer.zero_grad()
+        rows = slice(start, start + 16)
+        net(input_values=torch.from_numpy(sounds[rows]), labels=torch.arange(32)[rows] % 2).loss.backward()
+        optimizer.step()
+    fitted, expected = model.module.model.state_dict(), net.state_dict()
+    assert any("parametrizations" in name for name in expected)
+    for name, value in fitted.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
