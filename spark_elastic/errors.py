@@ -9,6 +9,7 @@ from __future__ import annotations
 import copyreg
 import re
 import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -471,11 +472,14 @@ class ChannelClosedError(ProtocolError):
 class HorovodInternalError(SparkElasticError, RuntimeError):
     """A collective failed because a peer is gone or was cut off. ``elastic.run`` recovers from it."""
 
-    last_message: ClassVar[str | None] = None  # of the last one that was made since a loop called its function
+    #: Message of the last one that was made since a loop called its function; None: there was none. Without those of
+    #: this package's helper threads: one that a broken world leaves behind may fail when the next world trains already.
+    last_message: ClassVar[str | None] = None
 
     def __init__(self, message: str = "", **fields: Any) -> None:
         super().__init__(message, **fields)
-        HorovodInternalError.last_message = message
+        if not threading.current_thread().name.startswith("spark-elastic-"):
+            HorovodInternalError.last_message = message
 
 
 class HostsUpdatedInterrupt(SparkElasticError):

@@ -55,15 +55,15 @@ class CollectiveLog:
 
     def _ask(self, generation: int) -> None:
         try:
-            since = self._link.kv_wait(self._group.round, f"{self._prefix(generation)}/first")
-            if since is None or generation != self.joins:
+            since = self._link.kv_get(self._group.round, f"{self._prefix(generation)}/first", FOREVER_S)
+            if generation != self.joins:
                 return
             self._publishing = True
             # the launching thread publishes collectives from here on; the earlier ones are in the list
             for number, call in list(self._last):
                 if number >= int(since):
                     self._publish(number, call)
-        except SparkElasticError:  # the channel is closed
+        except SparkElasticError:  # the round has ended
             return
 
     def _publish(self, number: int, call: tuple[Any, ...]) -> None:

@@ -114,7 +114,7 @@ def _wait_for_all(link: WorkerLink, group: Group) -> None:
     except HorovodInternalError as error:
         waited_s = clock.monotonic() - start
         if waited_s < link.stall_timeout_s:
-            raise
+            raise HorovodInternalError(error.message) from error  # made here, so that a loop learns of it
         raise HorovodInternalError(
             f"{error}. This rank has waited for {waited_s:.0f} s at its first use of the process set of ranks "
             f"{list(group.world_ranks)} for the others of them, which may wait at their first use of another set. All "

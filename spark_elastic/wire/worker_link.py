@@ -230,17 +230,6 @@ class WorkerLink:
         value: bytes = self._await_in_round(round, key, timeout_s, f"value of {key}")
         return value
 
-    def kv_wait(self, round: int, key: str) -> bytes | None:
-        """Wait until the key is set, and return its value; None if the round ends before.
-
-        Raises nothing then, unlike `kv_get`: an elastic loop takes the HorovodInternalError of any thread for its own.
-        """
-        self._send(wire.KvGet(round, key))
-        with self._changed:
-            self._changed.wait_for(lambda: key in self._replies or self._is_over(round))
-            value: bytes | None = self._replies.pop(key, None)
-        return value
-
     def gather(self, round: int, name: str, rank: int, size: int, value: str, timeout_s: float) -> Sequence[str]:
         """Return the values of all members of the group `name` of a round, by rank in it; each of them calls this.
 

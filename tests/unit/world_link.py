@@ -145,15 +145,6 @@ class WorldLink:
         self.send("set", round, key, value)
 
     def kv_get(self, round: int, key: str, timeout_s: float) -> bytes:
-        value = self._value(round, key, timeout_s)
-        if value is None:
-            raise HorovodInternalError(f"round {round} was cut: {self._cut[1]}")
-        return value
-
-    def kv_wait(self, round: int, key: str) -> bytes | None:
-        return self._value(round, key)
-
-    def _value(self, round: int, key: str, timeout_s: float | None = None) -> bytes | None:
         with self._changed:
             self._requests += 1
             request = self._requests
@@ -163,7 +154,7 @@ class WorldLink:
             if request in self._values:
                 return self._values.pop(request)
         if done:
-            return None
+            raise HorovodInternalError(f"round {round} was cut: {self._cut[1]}")
         raise TimeoutError(f"{key} was not set within {timeout_s} s")
 
 

@@ -151,7 +151,7 @@ def test_error_of_a_loss_is_shown_once_with_the_users_frames_alone(broken):
     assert broken.err.count("ValueError: my loss does not like this") == 1
     assert "in broken_loss" in shown
     frames = re.findall(r'File "([^"]+)"', shown)
-    assert [Path(frame).name for frame in frames] == ["program.py", "estimator.py", "program.py"]
+    assert [Path(frame).name for frame in frames] == ["program.py", "user_frames.py", "program.py"]
     assert "py4j" not in shown
     assert "During handling" not in shown
 

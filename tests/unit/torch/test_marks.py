@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -202,6 +203,25 @@ def test_a_loss_that_the_loop_catches_leaves_no_step_out(alone, how):
     assert loop(state) == 6
     assert calls == [0, 3]
     assert model.weight.tolist() == [[-6.0, -6.0]]
+
+
+@pytest.mark.parametrize(("thread", "returns"), [("spark-elastic-connect", 0), ("the user's", 1)])
+def test_late_error_of_the_packages_own_threads_fails_no_mark(alone, thread, returns):
+    state, calls = TorchState(torch.nn.Linear(2, 1), step=0), []
+
+    @hvd.elastic.run
+    def loop(state):
+        calls.append(state.step)
+        while state.step < 4:
+            state.step += 1
+            if state.step == 2 and len(calls) == 1:  # one that connected the world before, which had broken
+                late = threading.Thread(target=HorovodInternalError, args=("a peer is gone",), name=thread)
+                late.start()
+                late.join()
+            state.check_host_updates()
+
+    loop(state)
+    assert len(calls) == 1 + returns
 
 
 def test_an_optimizer_that_trains_outside_of_the_state_is_refused(alone):

@@ -115,7 +115,12 @@ def random_states() -> list[Any]:
 
 @pytest.mark.parametrize(
     ("changes", "rows"),
-    [({}, 5), ({"accumulation_steps": 2}, 2), ({"batch_size": None, "per_worker_batch_size": 7}, 7), ({"amp": "bf16"}, 5)],
+    [
+        ({}, 5),
+        ({"accumulation_steps": 2}, 2),
+        ({"batch_size": None, "per_worker_batch_size": 7}, 7),
+        ({"amp": "bf16"}, 5),
+    ],
 )
 def test_a_rehearsal_runs_one_share_of_a_batch_and_leaves_nothing(
     changes: Any, rows: int, dataset: Dataset, tmp_path: Path
