@@ -472,8 +472,7 @@ class ChannelClosedError(ProtocolError):
 class HorovodInternalError(SparkElasticError, RuntimeError):
     """A collective failed because a peer is gone or was cut off. ``elastic.run`` recovers from it."""
 
-    #: Message of the last one that was made since a loop called its function; None: there was none. Without those of
-    #: this package's helper threads: one that a broken world leaves behind may fail when the next world trains already.
+    #: Of the last one since a loop called its function; without those of helper threads, which may outlive their world.
     last_message: ClassVar[str | None] = None
 
     def __init__(self, message: str = "", **fields: Any) -> None:

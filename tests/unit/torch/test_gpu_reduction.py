@@ -75,9 +75,8 @@ class Runtime:
     def connect(self, store, rank, size, device):
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        made = Pg(ProcessGroupGloo(store, rank, size, options))
         Runtime.connected += 1
-        return made
+        return Pg(ProcessGroupGloo(store, rank, size, options))
 
     def reduce_once(self, pg, device):
         pg.allreduce([torch.zeros(1)], dist.AllreduceOptions())._work.wait()
@@ -120,9 +119,8 @@ def train(dies_at: int | None, shared: bool):
 
     loop(state)
     reduction = process.group().nccl
-    nccl_used = reduction.used
     weights = [round(p.sum().item(), 9) for p in model.parameters()]
-    return {"applied": applied, "size": hvd.size(), "nccl": nccl_used, "why": reduction.reason, "model": weights,
+    return {"applied": applied, "size": hvd.size(), "nccl": reduction.used, "why": reduction.reason, "model": weights,
             "connected": Runtime.connected}  # fmt: skip
 
 
@@ -448,9 +446,6 @@ def test_each_way_out_of_an_nccl_world_aborts_and_none_destroys(monkeypatch):
     for thread in connecting:
         thread.join(20)
     assert world.ways == ["abort"] * 4
-
-
-# --- a newcomer prepares its GPU before it joins ----------------------------------------------------------
 
 
 class Recorder:
