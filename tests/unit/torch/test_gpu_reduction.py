@@ -118,10 +118,9 @@ def train(dies_at: int | None, shared: bool):
             state.commit()
 
     loop(state)
-    reduction = process.group().nccl
-    weights = [round(p.sum().item(), 9) for p in model.parameters()]
-    return {"applied": applied, "size": hvd.size(), "nccl": reduction.used, "why": reduction.reason, "model": weights,
-            "connected": Runtime.connected}  # fmt: skip
+    reduction, weights = process.group().nccl, [round(p.sum().item(), 9) for p in model.parameters()]
+    found = {"applied": applied, "size": hvd.size(), "nccl": reduction.used, "why": reduction.reason}
+    return {**found, "model": weights, "connected": Runtime.connected}
 
 
 def test_a_peer_that_dies_in_the_middle_of_a_reduction_on_gpus_costs_no_step():
