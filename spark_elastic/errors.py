@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from spark_elastic.helper_thread import HelperThread
 from spark_elastic.redaction import redacted
 
 
@@ -472,12 +473,11 @@ class ChannelClosedError(ProtocolError):
 class HorovodInternalError(SparkElasticError, RuntimeError):
     """A collective failed because a peer is gone or was cut off. ``elastic.run`` recovers from it."""
 
-    #: Of the last one since a loop called its function; without those of helper threads, which may outlive their world.
-    last_message: ClassVar[str | None] = None
+    last_message: ClassVar[str | None] = None  # since a loop called its function; not of a `HelperThread`
 
     def __init__(self, message: str = "", **fields: Any) -> None:
         super().__init__(message, **fields)
-        if not threading.current_thread().name.startswith("spark-elastic-"):
+        if not isinstance(threading.current_thread(), HelperThread):
             HorovodInternalError.last_message = message
 
 

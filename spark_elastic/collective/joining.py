@@ -10,7 +10,6 @@ part with neutral values. When all ranks have joined, an end mark is published i
 from __future__ import annotations
 
 import json
-import threading
 from collections import deque
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from spark_elastic.collective.one_thread import in_one_thread
 from spark_elastic.collective.reduce import GroupContext
 from spark_elastic.errors import HorovodInternalError, SparkElasticError, UsageError
+from spark_elastic.helper_thread import HelperThread
 from spark_elastic.wire.worker_link import WorkerLink
 
 FOREVER_S = 1e6
@@ -51,7 +51,7 @@ class CollectiveLog:
         """Start to ask the driver for a rank that has joined, since a collective takes long; repeats do nothing."""
         if not self._asking:
             self._asking = True
-            threading.Thread(target=self._ask, args=(self.joins,), name="spark-elastic-join", daemon=True).start()
+            HelperThread(self._ask, "join", (self.joins,)).start()
 
     def _ask(self, generation: int) -> None:
         try:
@@ -86,8 +86,7 @@ class CollectiveLog:
         self._publishing = False
         self._link.kv_set(self._group.round, f"{prefix}/first", str(self.count).encode())
         counts: list[int] = []
-        args = prefix, self.count, counts
-        waits = threading.Thread(target=self._end_when_all_have, args=args, name="spark-elastic-join", daemon=True)
+        waits = HelperThread(self._end_when_all_have, "join", (prefix, self.count, counts))
         waits.start()
         while (call := self._link.kv_get(self._group.round, self._key(self.count), FOREVER_S)) != _END:
             _contribute_neutral(self._group, *json.loads(call))

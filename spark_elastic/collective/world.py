@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -17,6 +16,7 @@ from spark_elastic.collective.one_thread import in_one_thread
 from spark_elastic.collective.shared_memory.peers import find_peers
 from spark_elastic.collective.shared_memory.reducer import SharedMemoryReducer
 from spark_elastic.errors import HorovodInternalError
+from spark_elastic.helper_thread import HelperThread
 from spark_elastic.membership.topology import Member
 from spark_elastic.wire.worker_link import Assignment, WorkerLink
 
@@ -108,7 +108,7 @@ def _wait_for_all(link: WorkerLink, group: Group) -> None:
 
     link.blocked(True)
     try:
-        threading.Thread(target=wait, name="spark-elastic-first-use", daemon=True).start()
+        HelperThread(wait, "first-use").start()
         group.negotiation.serve(all_are_here.done, start=True)
         all_are_here.result()
     except HorovodInternalError as error:

@@ -226,7 +226,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             )
         inputs = self._inputs(tables.schema_of(data))
         batch, schema = tables.features(data, inputs)
-        serving = self._serving("", None, schema, inputs, True, loaded=self._own_predictor())
+        serving = self._serving(self.uid, None, schema, inputs, True, loaded=self._own_predictor())
         serving = dataclasses.replace(serving, added=tuple(each.plain() for each in serving.added))
         columns, kept = serving.in_this_process(batch)
         return tables.in_kind(data, [column.name for column in serving.added], columns, kept)

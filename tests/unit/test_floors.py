@@ -13,6 +13,7 @@ PACKAGE = "spark_elastic"
 
 FLOORS: tuple[str, ...] = (
     "redaction",
+    "helper_thread",
     "errors",
     "clock",
     "settings",

@@ -31,6 +31,7 @@ from spark_elastic.collective.gloo.shutdown import (
 )
 from spark_elastic.collective.reduce import STALL_S, Fill, GroupContext
 from spark_elastic.errors import HorovodInternalError
+from spark_elastic.helper_thread import HelperThread
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """The least value of Gloo's own timeout. The driver notices lost workers much earlier, and then ends the round."""
@@ -82,8 +83,7 @@ class GlooCollectives:
         """
         # Gloo cannot be interrupted while it connects, and it waits for a peer that dies then until the timeout. So
         # another thread connects, and a cut leaves that thread behind: it ends by itself and frees what it has made.
-        args = store, addresses, stall_timeout_s
-        threading.Thread(target=self._connect, args=args, name="spark-elastic-connect", daemon=True).start()
+        HelperThread(self._connect, "connect", (store, addresses, stall_timeout_s)).start()
         raised: Exception | None = None
         try:
             meanwhile(self._over.is_set)

@@ -27,6 +27,7 @@ from spark_elastic import clock
 from spark_elastic.collective.gpu.devices import OLDEST_TORCH_FOR_NCCL, MemberDevice, choose_backend
 from spark_elastic.collective.reduce import GLOO, GPU_SPIN_S, STALL_S, Fill, GroupContext, reduction_setting
 from spark_elastic.errors import HorovodInternalError
+from spark_elastic.helper_thread import HelperThread
 
 log = logging.getLogger("spark_elastic.collective")
 
@@ -167,7 +168,7 @@ class NcclReductions:
         self._store = self._connect_store()
         # Like Gloo, NCCL cannot be interrupted while it connects: a cut leaves the thread behind, see
         # `GlooCollectives.connect`.
-        threading.Thread(target=self._connect, name="spark-elastic-nccl-connect", daemon=True).start()
+        HelperThread(self._connect, "nccl-connect").start()
         if not self._connected.wait(CONNECT_TIMEOUT_S):
             self.cut()
             raise RuntimeError(f"NCCL did not connect within {CONNECT_TIMEOUT_S:.0f} s")

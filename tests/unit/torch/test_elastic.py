@@ -276,7 +276,7 @@ def train_while_a_peer_dies_in_the_optimizers_step():
                 if hvd.rank() == 1:
                     die()
                 process.group().report_stall(True)
-                (waiting,) = [each for each in threading.enumerate() if each.name == "spark-elastic-join"]
+                (waiting,) = [each for each in threading.enumerate() if each.name == "spark_elastic-join"]
                 waiting.join()
             return super().step(closure)
 

@@ -10,6 +10,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.errors import HorovodInternalError, MismatchError, UsageError
+from spark_elastic.helper_thread import HelperThread
 from spark_elastic.torch.elastic import TorchState
 from tests.unit.torch.test_collectives import together
 
@@ -205,7 +206,7 @@ def test_a_loss_that_the_loop_catches_leaves_no_step_out(alone, how):
     assert model.weight.tolist() == [[-6.0, -6.0]]
 
 
-@pytest.mark.parametrize(("thread", "returns"), [("spark-elastic-connect", 0), ("the user's", 1)])
+@pytest.mark.parametrize(("thread", "returns"), [(HelperThread, 0), (threading.Thread, 1)])
 def test_late_error_of_the_packages_own_threads_fails_no_mark(alone, thread, returns):
     state, calls = TorchState(torch.nn.Linear(2, 1), step=0), []
 
@@ -215,7 +216,7 @@ def test_late_error_of_the_packages_own_threads_fails_no_mark(alone, thread, ret
         while state.step < 4:
             state.step += 1
             if state.step == 2 and len(calls) == 1:  # one that connected the world before, which had broken
-                late = threading.Thread(target=HorovodInternalError, args=("a peer is gone",), name=thread)
+                late = thread(target=HorovodInternalError, args=("a peer is gone",), name="late")
                 late.start()
                 late.join()
             state.check_host_updates()

@@ -306,7 +306,9 @@ def test_outputs_without_a_value_for_each_row_are_left_out_of_transform(
     assert (model._fitted.output_positions, [column.name for column in model._added()]) == (taken, columns)
     assert f"without a value for each row: output {0 if taken == (1,) else 1} (" in caplog.text
     features = torch.randn(7, 6)
-    serving = Serving("none", None, (), model._added(), 100, output_positions=model._fitted.output_positions)
+    serving = Serving(
+        f"recurrent {kind}", None, (), model._added(), 100, output_positions=model._fitted.output_positions
+    )
     (((first,), *_), _) = serving._values(model._predictor()(), {"features_0": features.numpy()}, 7)
     with torch.no_grad():
         returned = model.module(features)
