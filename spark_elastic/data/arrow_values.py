@@ -160,9 +160,11 @@ def filled(array: Any, value: float, allow_nan: bool) -> Any:
         return known if allow_nan else compute.if_else(compute.is_finite(known), known, put)
     if not array.null_count or not (types.is_integer(kind) or types.is_boolean(kind)):
         return array
-    if value != int(value):  # there is no such integer
-        return compute.fill_null(array.cast(pa.float64()), pa.scalar(value))
-    return compute.fill_null(array, pa.scalar(bool(value) if types.is_boolean(kind) else int(value), kind))
+    if value != int(value) or (types.is_boolean(kind) and value not in (0, 1)):  # there is no such value
+        return compute.fill_null(array.cast(pa.float64()), pa.scalar(float(value)))
+    if types.is_boolean(kind):
+        return compute.fill_null(array, pa.scalar(bool(value)))
+    return compute.fill_null(array.cast(pa.int64()), pa.scalar(int(value), pa.int64()))
 
 
 def _ragged(flat: npt.NDArray[Any], lengths: npt.NDArray[Any], inner: tuple[int, ...] = ()) -> Values:

@@ -145,7 +145,7 @@ class Membership:
 
     def _on_worker_alive(self, event: seen.WorkerAlive, now: float) -> None:
         worker = self.registry.workers.get(event.worker)
-        if worker is None or worker.state is DONE:
+        if worker is None or worker.state is DONE or worker.raised:
             return
         self._silence.start(worker.id, now)
         worker.heard_at = now
@@ -181,6 +181,8 @@ class Membership:
             return  # it skips to a later loop
         if worker.state is BOOTING and event.at_init:
             self._worlds.on_at_init(worker, now)
+            if self.settings.restarts_world:  # members may leave now that had to stay
+                self._worlds.consider_interrupt(now)
             if self.settings.restart_interval_s is not None:
                 self._growth_timer.set(0, max(now, self._context.world_began_at + self.settings.restart_interval_s))
         elif worker.state is not AT_INIT and not (event.at_init and worker.state is ADMITTED):
@@ -196,6 +198,7 @@ class Membership:
         if self._ends_as_asked(worker, now):
             return
         self._worlds.on_done(worker, event.has_loop, now)
+        self._judge_raised(now)
 
     def _workers_can_start(self) -> None:
         self._any_ready = True
@@ -295,7 +298,9 @@ class Membership:
             return
         if worker is not None and worker.state is not DONE:
             self._remember_exited(worker)
-        elif event.worker not in self._exited or self.settings.restarts_world:  # a loss was the reason
+        elif event.worker not in self._exited or (
+            self.settings.restarts_world and self._exited[event.worker][0] is not None
+        ):
             return
         rank, host = self._exited[event.worker]
         error = UserFunctionError(
@@ -435,6 +440,7 @@ class Membership:
         until = now + min(seconds, _LONGEST_RETRANSMISSION_S) + 2 * self.settings.heartbeat_interval_s
         self._agent_silence.postpone(until)
         self._silence.postpone(until)
+        self._held_timer.postpone(until + 2 * self.settings.heartbeat_interval_s)
         self._context.announce(DriverStoodStill(now, seconds))
 
     def _on_tick(self, _: seen.Tick, now: float) -> None:

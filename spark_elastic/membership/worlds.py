@@ -271,7 +271,8 @@ class WorldLifecycle:
             return  # once a member is done, no worker joins any more; a plain function has no step to stop at
         if self._registry.after_loop():
             return  # after the loop there is no step to stop at; newcomers wait for the next loop, or the end
-        if not self._registry.may_reset():
+        retiring = any(worker.agent.retiring for worker in self._registry.in_state(TRAINING))
+        if not self._registry.may_reset() and not (self._settings.restarts_world and retiring):
             return  # the next world would exceed `reset_limit`, and the present one can continue
         if (change := decisions.interruption(self._context, now)) is None:
             return
@@ -303,7 +304,8 @@ class WorldLifecycle:
             return
         idle = [worker for worker in members if worker.blocked_s is None]
         for worker in idle:
-            self.end_worker(worker, LossCause(LossKind.BLOCKED_OTHERS, seconds=limit_s), now, failed=True)
+            if worker.state is TRAINING:  # where all start again, the end of the first is the end of all
+                self.end_worker(worker, LossCause(LossKind.BLOCKED_OTHERS, seconds=limit_s), now, failed=True)
         if not idle:
             for worker in members:
                 worker.blocked_s = None
@@ -334,7 +336,9 @@ class WorldLifecycle:
         self._set_phase(Phase.BROKEN)
         self._paused_at = now if self._paused_at is None else self._paused_at
         self._change = change
-        self._quorum.backoff.world_broke(self.furthest, now)
+        late = change.kind in (WorldChangeKind.NO_STEP, WorldChangeKind.NOT_STOPPED)
+        if not (self._settings.restarts_world and late):  # asked to end, which is no sign of a bad network
+            self._quorum.backoff.world_broke(self.furthest, now)
         if self._quorum.backoff.count > 1:
             self._commands.append(do.TryConnections())
         self._notice_timer.cancel(0)

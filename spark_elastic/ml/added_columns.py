@@ -92,7 +92,7 @@ def probability(output: Array, rule: str) -> Array:
 def raw_prediction(output: Array, rule: str) -> Array:
     """Return the score of each class, [rows, classes]: the larger, the more likely the class is."""
     if rule != "binary_logit":
-        return output if rule in BY_CLASS else probability(output, rule)
+        return output.astype(np.float64, copy=False) if rule in BY_CLASS else probability(output, rule)
     flat = output.astype(np.float64).reshape(len(output))
     return np.stack([-flat, flat], axis=1)
 

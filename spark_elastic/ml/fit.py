@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,7 @@ from spark_elastic.runs.lease import RunLease
 from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.own_modules import check_modules, own_modules
 from spark_elastic.spark.session import checked_cluster
+from spark_elastic.task.reaper import handling
 from spark_elastic.trackers import autologging
 from spark_elastic.wire.pickling import dumps
 
@@ -393,16 +395,20 @@ class FitRun(ABC, Generic[T, M]):
 
     def _results_of(self, job: ElasticJob) -> list[Any]:
         """Wait for a job. Ctrl-C raises, unless `on_interrupt` makes the first one end the training after an epoch."""
-        while True:
-            try:
-                if self._session:
-                    self._session.deliver()
-                return job.result()
-            except KeyboardInterrupt:
-                if self._interrupt is None or self._interrupt.requested:
-                    raise
-                self._interrupt.requested = True
-                print("spark_elastic: the training ends after this epoch; Ctrl-C again ends it now", file=sys.stderr)
+        with contextlib.ExitStack() as stack:
+            if self._interrupt is not None:  # pyspark's own handler cancels all Spark jobs, the workers' too
+                stack.enter_context(handling(signal.SIGINT, signal.default_int_handler))
+            while True:
+                try:
+                    if self._session:
+                        self._session.deliver()
+                    return job.result()
+                except KeyboardInterrupt:
+                    if self._interrupt is None or self._interrupt.requested:
+                        raise
+                    self._interrupt.requested = True
+                    said = "spark_elastic: the training ends after this epoch; Ctrl-C again ends it now"
+                    print(said, file=sys.stderr)
 
     def _call(self, *arguments: Any) -> RunCall:
         options = dict(self._run_options)

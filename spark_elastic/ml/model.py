@@ -283,11 +283,12 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         ]
         rule = self._rule(outputs[0])
         classes = outputs[0].shape if rule in BY_CLASS else (2,)
-        for made, shape in (("prediction", ()), ("probability", classes), ("raw_prediction", classes)):
+        kinds = (("prediction", ()), ("probability", classes), ("raw_prediction", classes))
+        taken = [each.name for each in added]
+        taken += [self.getOrDefault(f"{made}_col") for made, _ in kinds if self.isSet(f"{made}_col")]
+        for made, shape in kinds:
             setting = f"{made}_col"
-            if not (name := self.getOrDefault(setting)) or (
-                not self.isSet(setting) and name in [each.name for each in added]
-            ):
+            if not (name := self.getOrDefault(setting)) or (not self.isSet(setting) and name in taken):
                 continue
             vector = made != "prediction"
             if rule is not None and not (vector and rule == "value"):

@@ -110,6 +110,8 @@ def labels(
         shape = None if label_shapes is None else tuple(label_shapes[index])
         alone, names = isinstance(each, str), flat_names([each])
         one = _tensor(schema, f"{LABEL}{index}", names, shape, "label_cols", allow_text, alone_is_scalar=alone)
+        if not alone and len(names) == 1 and one.dtypes and not is_list(schema[names[0]].dataType):
+            one = replace(one, columns={f"{LABEL}{index}": tuple(names)})  # [rows, 1], of integers too
         dtype = dtypes[index] if index < len(dtypes) else None
         # a list of reals may be a probability for each class
         whole = alone and not is_list(schema[names[0]].dataType)

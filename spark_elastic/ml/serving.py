@@ -210,7 +210,7 @@ class Serving:
         """Return the added columns of the rows that stay, and which rows these are."""
         import pyarrow as pa
 
-        read = FeatureReader(self.inputs)
+        read = FeatureReader(self.inputs, self.missing)
         starts = range(0, max(rows.num_rows, 1), _ROWS_AT_ONCE)
         made = [self.added_to(rows.slice(start, _ROWS_AT_ONCE), read) for start in starts]
         columns = [pa.concat_arrays(parts) for parts in zip(*(arrays for arrays, _ in made), strict=True)]

@@ -303,7 +303,7 @@ def warm_up(device: torch.device) -> None:
     began, runtime = clock.monotonic(), CudaRuntime()
     try:
         runtime.load(device)
-        if dist.is_nccl_available() and reduction_setting() != GLOO:
+        if choose_backend([member_device(device)], reduction_setting()).device == "nccl":
             alone = runtime.connect(dist.HashStore(), 0, 1, device)  # type: ignore[attr-defined, unused-ignore]
             try:
                 runtime.reduce_once(alone, device)

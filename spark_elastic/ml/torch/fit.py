@@ -53,6 +53,11 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
                 raise InvalidSettingsError(
                     f"loss must be a module or a function of (output, label), not {each!r}{hint}"
                 )
+            if self.given("amp") is not None and isinstance(each, torch.nn.BCELoss):
+                raise InvalidSettingsError(
+                    "torch refuses BCELoss under autocast on GPUs; leave the sigmoid out of the model and use "
+                    "BCEWithLogitsLoss, or leave amp out"
+                )
         if isinstance(loss, (list, tuple)) and labels and len(loss) != len(labels):
             raise InvalidSettingsError(f"{len(loss)} losses for {len(labels)} label_cols {labels!r}")
         self._virtual_workers()

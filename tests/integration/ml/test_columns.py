@@ -168,13 +168,13 @@ class Presses(DriverCallback):
             signal.pthread_kill(self.here, signal.SIGINT)
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(("times", "launcher"), [(1, LocalLauncher()), (2, LocalLauncher()), (1, None)])
 def test_ctrl_c_returns_the_model_of_the_epoch_and_raises_when_pressed_again(
-    times: int, tmp_path: Any, capfd: pytest.CaptureFixture[str]
+    times: int, launcher: Any, spark: Any, tmp_path: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     callbacks = [Slowly(), Presses(times)]
     changes = {"epochs": 10**6, "on_interrupt": "return", "callbacks": callbacks}
-    made = ElasticTorchEstimator(**settings(**changes, run_options={"launcher": LocalLauncher()}))
+    made = ElasticTorchEstimator(**settings(**changes, run_options={"launcher": launcher}))
     if times == 2:
         with pytest.raises(KeyboardInterrupt):
             made.from_dataset_path(make_set(tmp_path))

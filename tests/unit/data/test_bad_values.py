@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import types as T
 from pyspark.sql.pandas.types import to_arrow_type
 
-from spark_elastic.data.arrow_values import RowsRefused, error_of
+from spark_elastic.data.arrow_values import RowsRefused, error_of, filled
 from spark_elastic.data.columns import Request
 from spark_elastic.data.encode import Encoder
 
@@ -53,3 +53,20 @@ def test_values_that_cannot_be_stored(kind: Any, values: list[Any], options: dic
     error = error_of(refused.value.faults, encoder.rows)
     assert error.column == "x"
     assert re.search(complaint, str(error)), error
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "result"),
+    [
+        (pa.bool_(), 1, [True, True]),
+        (pa.bool_(), -1, [1.0, -1.0]),
+        (pa.int8(), -999, [1, -999]),
+        (pa.int16(), 1e6, [1, 1_000_000]),
+        (pa.int32(), 0.5, [1.0, 0.5]),
+        (pa.float32(), 0.5, [1.0, 0.5]),
+    ],
+    ids=str,
+)
+def test_number_in_place_of_a_missing_value_is_that_number(kind: pa.DataType, number: float, result: list[Any]) -> None:
+    made = filled(pa.array([1, None], pa.int8()).cast(kind), number, False)
+    assert made.to_pylist() == result

@@ -28,7 +28,7 @@ JOINED = TensorField("features_0", ("a", "v"), "<f4", (3,))
 
 
 def model_of(module: nn.Module, *inputs: TensorField, output: OutputShape, **settings: Any) -> Any:
-    facts = {name: settings.pop(name) for name in ("pad_to", "allow_nan", "rule") if name in settings}
+    facts = {name: settings.pop(name) for name in ("pad_to", "allow_nan", "rule", "missing") if name in settings}
     made = ElasticTorchModel(**settings)
     made._attach(module, Fitted(inputs, (output,), **facts))
     return made
@@ -156,6 +156,28 @@ def test_rows_with_missing_values_are_an_error_skipped_or_null() -> None:
     assert model.predict(frame.iloc[:0]).shape == (0, 1)
     nothing = pd.DataFrame({"a": [None], "v": [None]})
     assert model.setHandleInvalid("keep").predict(nothing)["o"].tolist() == [None]
+
+
+def test_number_in_place_of_missing_values_is_that_of_the_training() -> None:
+    frame = pd.DataFrame({"a": [float("nan"), 3.0], "v": [[1.0, 1.0], [None, 2.0]]})
+    model = model_of(nn.Identity(), JOINED, output=OutputShape("<f4", (3,)), missing=-1.5)
+    assert np.stack(list(model.predict(frame)["output"])).tolist() == [[-1.5, 1, 1], [3, -1.5, 2]]
+
+
+@pytest.mark.parametrize("handle_invalid", ["skip", "keep"])
+def test_chunk_without_a_complete_row_has_the_types_of_the_others(handle_invalid: str) -> None:
+    frame = pd.DataFrame({"a": [1.0] * 10_000 + [float("nan")], "v": [[1.0, 1.0]] * 10_001})
+    settings = {"rule": "argmax", "handle_invalid": handle_invalid}
+    made = model_of(nn.Identity(), JOINED, output=OutputShape("<f4", (3,)), **settings).predict(frame)
+    assert len(made) == 10_000 + (handle_invalid == "keep")
+    assert made["rawPrediction"].notna().sum() == 10_000
+
+
+def test_default_column_gives_way_to_one_that_was_named_so() -> None:
+    settings = {"rule": "argmax", "raw_prediction_col": "probability"}
+    made = model_of(nn.Identity(), JOINED, output=OutputShape("<f4", (3,)), **settings).predict(FRAMES["lists"])
+    assert list(made.columns) == ["output", "prediction", "probability"]
+    assert list(made["probability"].iloc[0]) == [0.5, 1, 10]
 
 
 def test_what_cannot_be_predicted_is_an_error_that_names_the_column() -> None:

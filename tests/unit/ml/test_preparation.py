@@ -99,7 +99,7 @@ def test_label_dtype_follows_the_loss_or_the_column() -> None:
 
 def test_inner_list_of_labels_is_one_label() -> None:
     made = preparation.labels(SCHEMA, [["a", "b"], ["id"]], [[2], [1]], ["<f4", "<i8"])
-    assert made.columns == {"label_0": ("a", "b"), "label_1": "id"}
+    assert made.columns == {"label_0": ("a", "b"), "label_1": ("id",)}
     assert (made.dtypes, made.shapes) == ({"label_0": "<f4", "label_1": "<i8"}, {"label_0": (2,), "label_1": (1,)})
     with pytest.raises(InvalidSettingsError, match="3 label_shapes for 1 label_cols"):
         preparation.labels(SCHEMA, [["a", "b"]], [[1], [1], [1]])

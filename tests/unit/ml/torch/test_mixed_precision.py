@@ -110,6 +110,8 @@ def test_amp_is_bf16_or_fp16_and_not_exact(dataset: Dataset) -> None:
         estimator(amp="half")
     with pytest.raises(InvalidSettingsError, match="amp='bf16' may make the result depend"):
         estimator(amp="bf16", consistency="exact").from_dataset_path(dataset)
+    with pytest.raises(InvalidSettingsError, match="torch refuses BCELoss under autocast"):
+        estimator(amp="bf16", loss=nn.BCELoss()).from_dataset_path(dataset)
 
 
 # --- in worlds ------------------------------------------------------------------------------------------
