@@ -1,5 +1,6 @@
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -172,6 +173,16 @@ def test_a_function_may_close_its_output(start_job, tmp_path):
     with open(tmp_path / "errors", "w") as errors:
         start_job(quiet, stderr=errors).result(30)
     assert "Traceback" not in (tmp_path / "errors").read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are named on Linux")
+def test_workers_alone_have_the_name_that_pages_kill(start_job):
+    def names():
+        found = subprocess.run(["ps", "-e", "-o", "pgid=,comm="], stdout=subprocess.PIPE, text=True, check=True).stdout
+        lines = [line.split() for line in found.splitlines()]
+        return sorted(name for group, name, *_ in lines if int(group) == os.getpgrp() and name != "ps")
+
+    assert start_job(names, num_proc=1).result(30) == [["elastic-reaper", "elastic-worker"]]
 
 
 def test_workers_that_cannot_start_fail_the_job_with_their_stderr(start_job):
