@@ -41,11 +41,11 @@ def train_across_a_join(changed: int = 0, fault: str = ""):
     @hvd.elastic.run
     def loop(state):
         joined = hvd.size() == 3
-        tell("in loop", (me, hvd.size()))
         while state.step < STEPS:
             if state.step == JOIN_AT and not joined:
                 if me == changed:
                     model[0].weight.data.add_(1.0)
+                tell("waits", me)
                 while True:
                     state.check_host_updates()
                     time.sleep(0.001)
@@ -85,7 +85,7 @@ def plant(fault: str) -> None:
 def join(changed: int = 0, fault: str = ""):
     with WorldDriver(start_with=2) as driver:
         driver.start(train_across_a_join, changed, fault, count=2)
-        driver.wait(lambda: len(driver.told("in loop")) == 2)
+        driver.wait(lambda: len(driver.told("waits")) == 2)  # the newcomer joins at that step, and at no earlier one
         driver.start(train_across_a_join, changed, fault)
         return driver.results(3)
 
