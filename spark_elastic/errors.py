@@ -299,7 +299,7 @@ class RepeatedCrashError(JobError):
     """Several worlds in a row lost a process at the same step."""
 
     #: The step that no world completed; if `after_loop`, the last step of the loop that they had left; None: unknown,
-    #: because with restart="world" the driver is told of no steps.
+    #: because workers report no steps with restart="world".
     step: int | None
     worlds: int
     crashes: tuple[tuple[int, str, int], ...]  # rank, host and exit code (negative: a signal), oldest first

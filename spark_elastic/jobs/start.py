@@ -47,7 +47,7 @@ from spark_elastic.wire.ports import Ports, listen
 
 CONNECT_TIMEOUT_S = 60.0
 KEPT_S = 60.0
-"""The default of `keep_workers` in a notebook, where somebody runs one cell after the other, and where all restart."""
+"""The default of `keep_workers` in notebooks, whose cells run jobs in a row, and with `restart`."""
 KEPT_IN_LOCAL_MODE_S = 20.0
 """The default in Spark's local mode, where one process can import PyTorch for all workers."""
 

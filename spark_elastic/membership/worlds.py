@@ -337,7 +337,7 @@ class WorldLifecycle:
         self._paused_at = now if self._paused_at is None else self._paused_at
         self._change = change
         late = change.kind in (WorldChangeKind.NO_STEP, WorldChangeKind.NOT_STOPPED)
-        if not (self._settings.restarts_world and late):  # asked to end, which is no sign of a bad network
+        if not (self._settings.restarts_world and late):  # a planned restart says nothing about the network
             self._quorum.backoff.world_broke(self.furthest, now)
         if self._quorum.backoff.count > 1:
             self._commands.append(do.TryConnections())

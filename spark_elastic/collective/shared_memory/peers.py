@@ -27,7 +27,7 @@ log = logging.getLogger("spark_elastic.collective")
 
 
 _ANNOUNCEMENT = struct.Struct("<QQ32s")
-"""What a member publishes of its segment: its process id (0: it has no segment), its descriptor and its nonce."""
+"""Struct that locates a member's segment: process id (0: the member has none), file descriptor, nonce."""
 _warned = False
 _LOOK_AGAIN_S = 0.02
 _LOSS_IS_KNOWN_S = 5.0

@@ -62,7 +62,7 @@ def set_threads(count: int) -> None:
 def choose_device(asked: str | None, local_rank: int) -> None:
     """Make one device visible to TensorFlow in a worker, or raise InvalidSettingsError if there is no such device.
 
-    None and "auto" stand for a GPU, or the CPU where there is none. Of several, one is leased; see `lease_gpu`.
+    None and "auto" choose a GPU, or the CPU on a host without GPUs. `lease_gpu` chooses among several.
     """
     import tensorflow as tf
 

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from spark_elastic.errors import NotEnoughSlotsError, UserFunctionError
 from spark_elastic.membership.events import ExecutorDecommissioned
 from spark_elastic.membership.timeline import WorldStarted
-from tests.integration.processes import wait_until
+from tests.integration.processes import is_running, wait_until
 from tests.integration.torchrun_programs import ddp
 
 PROGRAMS = Path(ddp.__file__).parent
@@ -98,9 +97,12 @@ def test_an_exception_before_a_loss_is_its_consequence(start_job, tmp_path):
     def program(folder):
         rank = int(os.environ["RANK"])
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            first = Path(folder, "pid")
             if rank == 0:
+                first.write_text(str(os.getpid()))
                 raise RuntimeError("Connection closed by peer")
-            time.sleep(1.0)
+            wait_until(lambda: first.exists() and first.read_text(), WAIT_S, "the first rank's pid")
+            wait_until(lambda: not is_running(int(first.read_text())), WAIT_S, "the end of the first rank")
             os.kill(os.getpid(), signal.SIGKILL)
         return rank
 
@@ -129,7 +131,7 @@ def sleeps(folder):
     signal.signal(signal.SIGTERM, save)
     Path(folder, f"runs-{os.environ['RANK']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}").touch()
     while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        time.sleep(0.02)
+        signal.pause()
     return int(os.environ["WORLD_SIZE"])
 
 

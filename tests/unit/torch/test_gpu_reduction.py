@@ -319,6 +319,21 @@ def test_an_answer_that_names_no_nccl_error_is_no_failure(answer):
     communicator.wait(communicator.allreduce(torch.zeros(2), dist.ReduceOp.SUM))
 
 
+def cut_while_connecting(communicator: NcclReductions, here: Round, entered: threading.Event) -> None:
+    """Connect, and end the round from another thread once `entered` is set."""
+
+    def cut():
+        entered.wait(10)
+        here.why = "a worker was lost"
+        communicator.cut()
+
+    cutting = threading.Thread(target=cut)
+    cutting.start()
+    with pytest.raises(HorovodInternalError, match="a worker was lost"):
+        communicator.connect(torch.device("cuda", 0))
+    cutting.join()
+
+
 def test_a_cut_while_connecting_returns_at_once_and_a_late_communicator_is_aborted():
     here, stub, go = Round(), Stub(Never()), threading.Event()
 
@@ -332,16 +347,7 @@ def test_a_cut_while_connecting_returns_at_once_and_a_late_communicator_is_abort
     communicator = NcclReductions(here, lambda: None)
     communicator._runtime = Slow(None)
 
-    def cut():
-        entered.wait(10)
-        here.why = "a worker was lost"
-        communicator.cut()
-
-    cutting = threading.Thread(target=cut)
-    cutting.start()
-    with pytest.raises(HorovodInternalError, match="a worker was lost"):
-        communicator.connect(torch.device("cuda", 0))
-    cutting.join()
+    cut_while_connecting(communicator, here, entered)
     assert not stub.aborted.is_set()
     go.set()
     assert stub.aborted.wait(10)
@@ -358,16 +364,7 @@ def test_a_cut_during_the_first_reduction_ends_it_by_an_abort():
     communicator = NcclReductions(here, lambda: None)
     communicator._runtime = stub = Waiting(Never())
 
-    def cut():
-        entered.wait(10)
-        here.why = "a worker was lost"
-        communicator.cut()
-
-    cutting = threading.Thread(target=cut)
-    cutting.start()
-    with pytest.raises(HorovodInternalError, match="a worker was lost"):
-        communicator.connect(torch.device("cuda", 0))
-    cutting.join()
+    cut_while_connecting(communicator, here, entered)
     assert stub.aborted.wait(10)
 
 
