@@ -37,8 +37,6 @@ INLINE_BYTES = 128 * 1024
 """Larger data is sent once as a file instead of in each query: a message of Spark Connect has 128 MiB at most."""
 REACH_PATIENCE_S = 10.0
 """Seconds that `check_reach` waits for a slot: the answer of a task that runs takes two."""
-_reached: set[tuple[str, str | None, int | str | None]] = set()
-"""(session, driver_host, driver_port) with which a task has reached this program."""
 _RANGE = re.compile(r"Range \(0, \d+, step=1, splits=(\d+)\)")
 _LOCAL = re.compile(r"local\[\s*(\d+)\s*(?:,\s*\d+\s*)?\]")
 
@@ -167,8 +165,8 @@ class ConnectCluster(Cluster):
     def check_reach(self, driver_host: str | None, port: int | str | None) -> None:
         self.check_platform(driver_host)
         self._driver_host = driver_host
-        about = (self.id, driver_host, port)
-        if about in _reached or (driver_host is None and self.is_local):
+        about = ("reach", self.id, str(driver_host), str(port))
+        if about in self.done or (driver_host is None and self.is_local):
             return
         bind, hosts = self.listen_at()
         key = new_key()
@@ -182,7 +180,7 @@ class ConnectCluster(Cluster):
                     return
         if run.error is None:  # otherwise something else is wrong, which the caller finds out
             self._refuse_unreached([reach for _, reach in run.rows], 1, hosts, here)
-            _reached.add(about)
+            self.done.add(about)
 
     def listen_at(self) -> tuple[str, tuple[str, ...]]:
         """Executors may be on other machines than the server, so without `driver_host` all addresses are tried."""

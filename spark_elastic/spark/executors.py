@@ -143,9 +143,8 @@ class ExecutorWatch:
 
     def _ask_for_decommissions(self) -> None:
         context = jvm_context(self._sc)
-        slots = slots_now(
-            self._sc
-        )  # before the executors are asked about, so that a change meanwhile is seen next time
+        # before the executors are asked about, so that a change meanwhile is seen next time
+        slots = slots_now(self._sc)
         if slots is not None and slots == self._slots:
             asked = self._inactive & self._known
         else:
