@@ -11,7 +11,7 @@ import torch
 
 from spark_elastic.collective import reduce
 from spark_elastic.collective.gloo.process_group import GlooCollectives
-from spark_elastic.collective.gpu.nccl import NcclReductions
+from spark_elastic.collective.gpu.nccl import NcclReductions, NcclWork
 from spark_elastic.collective.joining import CollectiveLog
 from spark_elastic.collective.negotiation import Negotiation
 from spark_elastic.collective.one_thread import in_one_thread
@@ -43,8 +43,16 @@ class StagedWork(NamedTuple):
 
 def launch_staged(collective: Callable[..., Any], result: torch.Tensor, *inputs: torch.Tensor) -> StagedWork:
     """Call `collective` with copies of `result` and `inputs` in the host's memory; `wait` copies the result back."""
-    copies = [tensor.detach().to("cpu", copy=True) for tensor in (result, *inputs)]
-    return StagedWork(collective(*copies), lambda: result.copy_(copies[0]))
+    copies = [_to_host(tensor.detach()) for tensor in (result, *inputs)]
+    return StagedWork(collective(*copies), lambda: result.copy_(copies[0], non_blocking=result.is_cuda))
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in memory that CUDA cannot page out: copies between it and a GPU are several times as fast.
+
+    torch keeps such memory, and uses it again once copies from it that were queued are done.
+    """
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
 
 
 class Group:
@@ -144,6 +152,20 @@ class Group:
             work.copy_back()
         else:
             getattr(work, "way", self.gloo).wait(work)  # a work of torch's names no way: it is Gloo's
+
+    @in_one_thread
+    def wait_each(self, works: Sequence[Any], receive: Callable[[int, bool], None], may_queue: bool) -> None:
+        """Wait for reductions in their order, and call `receive(number, queued)` for each.
+
+        `queued`: the result is there for later work on the GPU's stream alone, and this waits for that work too, once
+        for all reductions. So `receive` must only put work on the stream; `may_queue`: it can.
+        """
+        if may_queue and works and all(isinstance(work, NcclWork) for work in works):
+            works[0].way.wait_each(works, receive)
+            return
+        for number, work in enumerate(works):
+            self.wait(work)
+            receive(number, False)
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -215,14 +215,24 @@ class NcclReductions:
             raise self._failed(error) from error
 
     def wait(self, work: NcclWork) -> None:
-        """Wait until the tensor holds the sum for later work on this stream; it holds garbage if an error is raised."""
+        """Wait until the tensor holds the sum; it holds garbage if an error is raised."""
+        self.wait_each([work], lambda number, queued: None)
+
+    def wait_each(self, works: Sequence[NcclWork], receive: Callable[[int, bool], None]) -> None:
+        """Wait until all tensors hold the sums, and what `receive` has put on the stream behind each sum is done.
+
+        Raises:
+            HorovodInternalError: a peer is gone. The tensors hold garbage.
+        """
         try:
-            work.work.wait()  # the stream waits, this thread does not
-            done = self._runtime.mark(self._device)
-            if not self._ended(work.work, done, STALL_S):
+            for number, each in enumerate(works):
+                each.work.wait()  # the stream waits, this thread does not
+                receive(number, True)
+            last, done = works[-1].work, self._runtime.mark(self._device)  # all are of one communicator
+            if not self._ended(last, done, STALL_S):
                 self._owner.report_stall(True)
                 try:
-                    while not self._ended(work.work, done, 0.1):
+                    while not self._ended(last, done, 0.1):
                         pass
                 finally:
                     self._owner.report_stall(False)

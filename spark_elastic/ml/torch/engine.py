@@ -21,7 +21,7 @@ from spark_elastic.ml.params import as_list
 from spark_elastic.ml.preparation import LABEL, WEIGHT
 from spark_elastic.ml.torch.fidelity import hooks_of
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
-from spark_elastic.ml.torch.model_step import ForwardResult, ModelStep, StepPosition, TorchBatch
+from spark_elastic.ml.torch.model_step import READ_AT_ONCE, ForwardResult, ModelStep, StepPosition, TorchBatch
 from spark_elastic.ml.torch.objective import BatchMaker, Objective
 from spark_elastic.ml.torch.serialization import load_state, state_of, weights_to_bytes
 from spark_elastic.ml.torch.spec import MODEL_FILE, LearningRateSchedule, TorchTraining, build_optimizer
@@ -75,7 +75,7 @@ class TorchEngine(Engine):
         self._buffers = list(model.buffers())
         self._synchronised = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
         self._validated = Progress()  # the progress of the training at the last `begin_validation`
-        self._own_loss: float | None = None  # of this worker's rows in the last step, if it was NaN or infinite
+        self._own_numbers = torch.zeros(0)  # what this worker's rows have added to the sums of the last step
 
     def _reducing(self, training: TorchTraining, model: torch.nn.Module, optimizer: Any, named: Any) -> Any:
         """Return the optimizer whose steps use the gradients of all workers; `named` are its parameters by name."""
@@ -130,7 +130,8 @@ class TorchEngine(Engine):
         objective, metrics = self._objective, self.metrics
         parts = self._maker.parts(batch)
         numbers = torch.zeros(metrics.width + 1, dtype=torch.float64)
-        numbers[-1] = stop
+        own = self._sums(metrics.width + 1)
+        own[-1] = stop
         pieces: list[Piece] = []
         counts: Sequence[float] = ()
         share = None
@@ -144,25 +145,30 @@ class TorchEngine(Engine):
         results: Iterable[ForwardResult] = (self._forward(parts, number - without) for number in range(passes))
         if objective.coupled:
             results = list(results)
-            table = [torch.tensor(each.counts, dtype=torch.float64) for each in results[without:]]
+            table = [torch.tensor([*map(float, each.counts)], dtype=torch.float64) for each in results[without:]]
             counts = hvd.allreduce_(sum(table, torch.zeros(len(objective), dtype=torch.float64)), op=hvd.Sum).tolist()
         for number, result in enumerate(results):
             share = objective.share(result, batch.global_rows, counts)
             if number < without:
                 share = share * 0.0
             else:
-                pieces.append(metrics.measure(result, parts[number - without].rows, numbers))
+                pieces.append(metrics.measure(result, parts[number - without].rows, own))
             if number < passes - 1:
                 with without_rows() if number < without else nullcontext():
                     self._backward(share)
-        self._own_loss = metrics.non_finite_loss(numbers.numpy())
-        self.optimizer.attach_scalars(numbers)
+        self._own_numbers = own
+        self.optimizer.attach_scalars(own, numbers)
         all_pieces = gather_pieces(pieces) if metrics.gathers else ()
         if share is not None:
             with nullcontext() if parts else without_rows():
                 self._backward(share)
         self.optimizer.synchronize()
         return numbers, all_pieces
+
+    def _sums(self, width: int) -> torch.Tensor:
+        """Return zeros for sums over rows; on a GPU, they are read at the end of a step or of a validation."""
+        device = "cpu" if self._device.type in READ_AT_ONCE else self._device
+        return torch.zeros(width, dtype=torch.float64, device=device)
 
     def _backward(self, share: torch.Tensor) -> None:
         (share if self.scaler is None else self.scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
@@ -209,7 +215,7 @@ class TorchEngine(Engine):
         self._validated = at
 
     def measure(self, batches: Iterable[Batch]) -> tuple[Sums, list[Piece]]:
-        numbers = torch.zeros(self.metrics.width, dtype=torch.float64)
+        numbers = self._sums(self.metrics.width)
         pieces: list[Piece] = []
         at, training = self._validated, self._training
         global_rows = training.batch_size or (training.per_worker_batch_size or 1) * self._size
@@ -220,7 +226,7 @@ class TorchEngine(Engine):
                 for part in self._maker.parts(batch):
                     result = self._objective.forward(self.model, part)
                     pieces.append(self.metrics.measure(result, part.rows, numbers))
-        return numbers.numpy(), pieces
+        return numbers.cpu().numpy(), pieces
 
     def _position(self, at: Progress, index: int) -> StepPosition:
         return StepPosition(at.epoch, at.step, index, self._rank, self._size, hvd.local_rank())
@@ -230,7 +236,7 @@ class TorchEngine(Engine):
             broadcast_tensors(self._buffers, 0)
 
     def has_local_non_finite_loss(self) -> bool:
-        return self._own_loss is not None
+        return self.metrics.non_finite_loss(self._own_numbers.cpu().numpy()) is not None
 
     def has_nan(self) -> bool:
         return any(bool(param.detach().isnan().any()) for param in self._params)

@@ -35,7 +35,15 @@ from spark_elastic.ml.preparation import (
     ragged_column_error,
     split_evenly,
 )
-from spark_elastic.ml.torch.model_step import ForwardResult, ModelStep, StepPosition, TorchBatch, summed
+from spark_elastic.ml.torch.model_step import (
+    ForwardResult,
+    ModelStep,
+    Number,
+    StepPosition,
+    TorchBatch,
+    number_of,
+    summed,
+)
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.engine import first_rows
 
@@ -72,6 +80,10 @@ class BatchMaker:
             value = torch.from_numpy(value)
         if isinstance(value, torch.Tensor):
             # Rows are views of records. Models that were written for a DataLoader call view(-1), which needs this.
+            if self._device.type == "cuda" and value.device.type == "cpu" and value.layout is torch.strided:
+                # page-locked: otherwise CUDA makes this copy itself, and the caller waits for it
+                pinned = torch.empty_like(value, memory_format=torch.contiguous_format, pin_memory=True)
+                return pinned.copy_(value).to(self._device, non_blocking=True)
             return value.contiguous().to(self._device, non_blocking=True)
         if name.startswith((INPUT, LABEL)) or name == WEIGHT:
             raise ragged_column_error(name, value)
@@ -172,15 +184,15 @@ class LossTerm:
             )
         return label
 
-    def _count(self, label: torch.Tensor) -> float:
+    def _count(self, label: torch.Tensor) -> Number:
         if label.is_floating_point():  # a probability for each class, for which torch divides by the rows
             return float(label.numel() // label.shape[1])
         counted = label[label != self._ignored] if self._weight is not None else (label != self._ignored).sum()
-        return float(counted if self._weight is None else self._weight[counted].sum())
+        return number_of(counted if self._weight is None else self._weight[counted].sum())
 
     def __call__(
         self, output: torch.Tensor, label: torch.Tensor, weights: torch.Tensor | None, rows: int
-    ) -> tuple[torch.Tensor, float]:
+    ) -> tuple[torch.Tensor, Number]:
         """Return the sum of the loss over the rows, and the denominator of its mean without sample weights."""
         total, count = summed(self.name, self._loss(output, label), rows, weights, adds=self._adds)
         if not self.counted:
@@ -317,7 +329,7 @@ class Objective:
         total, count = summed("train_fn", loss, batch.rows)
         return ForwardResult(outputs_of(outputs), batch.labels, [total], [count])
 
-    def share(self, result: ForwardResult, global_rows: int, global_counts: Sequence[float] = ()) -> torch.Tensor:
+    def share(self, result: ForwardResult, global_rows: int, global_counts: Sequence[Number] = ()) -> torch.Tensor:
         """Return this worker's share of the batch's loss, a scalar for `backward`; the shares of all add up to it.
 
         They do so up to the `scale` of their gradients. `coupled` losses need `global_counts`: the sum of all `counts`.

@@ -6,6 +6,7 @@ What is real: the processes, their kills, the agreement, the waiting, the cut, a
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any, ClassVar
 
 import pytest
@@ -38,13 +39,18 @@ class Event:
 
 
 class Work:
-    """As NCCL's: its `wait` does not block, and with an exception it is completed, too."""
+    """As NCCL's, whose `wait` makes the stream wait: here this thread is the stream, and an abort lets it go on.
 
-    def __init__(self, work):
-        self._work = work
+    With an exception it is completed, too.
+    """
+
+    def __init__(self, work, pg):
+        self._work, self._pg = work, pg
 
     def wait(self):
         Runtime.waited_for = self
+        while not (self._work.is_completed() or self._pg in Pg.aborted):
+            time.sleep(1e-4)
         return True
 
     def is_completed(self):
@@ -62,7 +68,7 @@ class Pg:
         self._pg = pg
 
     def allreduce(self, tensors, options):
-        return Work(self._pg.allreduce(tensors, options))
+        return Work(self._pg.allreduce(tensors, options), self)
 
     def abort(self):
         Pg.aborted.append(self)
@@ -271,6 +277,34 @@ def test_a_cut_ends_a_wait_and_the_result_is_not_used():
     assert here.told == [True, False]
     with pytest.raises(HorovodInternalError):
         communicator.allreduce(torch.zeros(2), dist.ReduceOp.SUM)
+
+
+def test_the_stream_waits_for_each_reduction_and_the_host_once_behind_all():
+    calls: list[str] = []
+
+    class Noted(Never):
+        def __init__(self, number):
+            self.number = number
+
+        def wait(self):
+            calls.append(f"the stream waits for {self.number}")
+
+    class Noting(Stub):
+        def mark(self, device):
+            calls.append("mark")
+            return self
+
+        def query(self):
+            calls.append("query")
+            return calls.count("query") == 2
+
+    communicator = Round().communicator(Noting(None))
+    works = [nccl.NcclWork(communicator, Noted(number)) for number in range(2)]
+    communicator.wait_each(works, lambda number, queued: calls.append(f"receive {number}, queued: {queued}"))
+    assert calls == [
+        *("the stream waits for 0", "receive 0, queued: True", "the stream waits for 1", "receive 1, queued: True"),
+        *("mark", "query", "query"),
+    ]
 
 
 def test_an_nccl_error_is_a_horovod_internal_error():

@@ -1,0 +1,152 @@
+"""What a step reads from its device, and how it copies to it, without a GPU.
+
+Tensors of the device "meta" have no data, so that each way to read one raises an error; a copy to the CPU is counted.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import spark_elastic.torch as hvd
+from spark_elastic.collective import group
+from spark_elastic.data.dataset import Dataset
+from spark_elastic.ml.torch.engine import TorchEngine
+from spark_elastic.ml.torch.objective import BatchMaker
+from spark_elastic.ml.training.spec import Progress
+from spark_elastic.torch.gradients import BackwardReducer
+from tests.unit.ml.torch import trainings
+from tests.unit.ml.torch.trainings import SumMetric, accuracy
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trainings.make_sets(tmp_path_factory.mktemp("set"))
+
+
+class Reads(TorchFunctionMode):
+    """Counts the copies of meta tensors to the CPU, which are zeros there."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and args[0].device.type == "cpu" and args[1].device.type == "meta":
+            self.count += 1
+            return args[0].zero_()
+        if func is torch.Tensor.cpu and args[0].device.type == "meta":
+            self.count += 1
+            return torch.zeros(args[0].shape, dtype=args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+class ByClass(SumMetric):
+    """The labels of each class, counted where they are."""
+
+    def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
+        self.right = torch.stack([(label == number).sum() for number in range(3)])
+
+
+def with_counts(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss with a denominator of its own."""
+    counted = (label != 1).to(output.dtype)
+    return (nn.functional.cross_entropy(output, label, reduction="none") * counted).sum(), counted.sum()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss": with_counts, "accumulation_steps": 3, "norm": True},
+        {"metrics": {"accuracy": accuracy, "by_class": ByClass()}, "gradient_clip_norm": 0.5},
+    ],
+    ids=["plain", "parts", "metrics"],
+)
+def test_a_step_reads_its_device_once_and_so_does_a_validation(
+    changes: dict[str, Any], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, complete = Reads(), BackwardReducer.complete
+
+    def counted(reducer: BackwardReducer) -> None:
+        with reads:  # which torch leaves within backward
+            complete(reducer)
+
+    monkeypatch.setattr(BackwardReducer, "complete", counted)
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)  # `to` makes other parameters on this device
+    training = trainings.make_training(data, tmp_path, device="meta", optimizer=sgd, **changes)
+    hvd.init()
+    engine = TorchEngine(training, False)
+    try:
+        with Dataset.open(data).reader("train", batch_size=12, prefetch=0) as reader, reads:
+            batches = list(reader.epoch(0))[:3]
+            for batch in batches:
+                engine.step(batch, Progress(), False)
+            assert reads.count == 3
+            engine.begin_validation(Progress())
+            engine.measure(batches)
+            assert reads.count == 4
+    finally:
+        engine.close()
+        hvd.shutdown()
+
+
+class Cuda(TorchFunctionMode):
+    """Records copies to and from a GPU; tensors of float64 are said to be on one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self._pinned: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func == torch.Tensor.is_cuda.__get__:
+            return args[0].dtype == torch.float64
+        if func is torch.Tensor.to and getattr(args[1], "type", "") == "cuda":
+            assert any(args[0] is each for each in self._pinned)
+            self.calls.append(f"to the GPU, waits: {not kwargs['non_blocking']}")
+            return args[0].clone()
+        if func is torch.Tensor.copy_:
+            self.calls.append(f"copy, waits: {not kwargs.get('non_blocking')}")
+        if func is not torch.empty_like:
+            return func(*args, **kwargs)
+        pinned = kwargs.pop("pin_memory", False)
+        made = func(*args, **kwargs)
+        if pinned:
+            self.calls.append("pinned")
+            self._pinned.append(made)
+        return made
+
+
+def test_batches_are_copied_to_a_gpu_from_pinned_memory_without_a_wait(data: Path, tmp_path: Path) -> None:
+    training = trainings.make_training(data, tmp_path)
+    with Dataset.open(data).reader("train", batch_size=12, prefetch=0) as reader:
+        batch = next(iter(reader.epoch(0)))
+        expected = BatchMaker(training, torch.device("cpu")).parts(batch)[0]
+        with Cuda() as cuda:
+            part = BatchMaker(training, torch.device("cuda")).parts(batch)[0]
+    assert cuda.calls == ["pinned", "copy, waits: True", "to the GPU, waits: False"] * 2
+    assert torch.equal(part.inputs[0], expected.inputs[0])
+    assert torch.equal(part.labels[0], expected.labels[0])
+
+
+def test_tensors_on_a_gpu_go_through_pinned_memory_to_the_host_and_back() -> None:
+    tensor = torch.arange(4, dtype=torch.float64)
+    with Cuda() as cuda:
+
+        def collective(copy: torch.Tensor) -> Any:
+            cuda.calls.append("collective")
+            copy.mul_(2)
+            return SimpleNamespace(is_completed=lambda: True)
+
+        work = group.launch_staged(collective, tensor)
+        assert tensor.tolist() == [0, 1, 2, 3]
+        work.copy_back()
+    assert cuda.calls == ["pinned", "copy, waits: True", "collective", "copy, waits: False"]
+    assert tensor.tolist() == [0, 2, 4, 6]
