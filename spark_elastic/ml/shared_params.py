@@ -396,7 +396,7 @@ class OutputParams(ElasticParams):
         "device of the model in transform: 'cpu', 'cuda:0', ...; 'cuda': the task's GPU, or one that it sees; 'auto': "
         "the same, else the CPU.",
         to.text,
-        "cpu",
+        "auto",
     )
 
     def _check_together(self) -> None:

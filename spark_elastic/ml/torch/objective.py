@@ -268,14 +268,14 @@ class Objective:
             return self._forward(model, batch)
         with self._precision():
             result = self._forward(model, batch)
-            return replace(result, outputs=tuple(map(_full, result.outputs)))
+            return replace(result, outputs=tuple(map(full, result.outputs)))
 
     def _forward(self, model: torch.nn.Module, batch: TorchBatch) -> ForwardResult:
         if self._step is not None:
             return self._step(model, batch)
         if self._train_fn is not None:
             return self._forward_by_train_fn(self._train_fn, model, batch)
-        outputs = tuple(map(_full, outputs_of(model(*batch.inputs))))
+        outputs = tuple(map(full, outputs_of(model(*batch.inputs))))
         if len(outputs) < len(self.terms):
             raise DataError(f"the model has {len(outputs)} outputs and there are {len(self.terms)} losses")
         pairs = []
@@ -359,7 +359,8 @@ class Objective:
         return {"loss": total, **({f"loss_{at}": value for at, value in enumerate(each)} if len(each) > 1 else {})}
 
 
-def _full(output: Any) -> Any:
+def full(output: Any) -> Any:
+    """Return an output that autocast has made in half precision in full precision, others as they are."""
     half = isinstance(output, torch.Tensor) and output.dtype in (torch.float16, torch.bfloat16)
     return output.float() if half and torch.is_autocast_enabled(output.device.type) else output
 
