@@ -333,7 +333,8 @@ def single_row_norm(model: torch.nn.Module, rows: int) -> Iterator[None]:
     def choose_mode(norm: torch.nn.Module, args: tuple[Any, ...]) -> None:
         norm.training = args[0].numel() > args[0].shape[1]
 
-    norms = [each for each in model.modules() if rows == 1 and isinstance(each, _BatchNorm) and each.training]
+    modules = model.modules() if rows == 1 else ()
+    norms = [each for each in modules if isinstance(each, _BatchNorm) and each.training]
     norms = [each for each in norms if not (isinstance(each, SyncBatchNorm) and each.takes_part)]
     handles = [each.register_forward_pre_hook(choose_mode) for each in norms if each.running_mean is not None]
     try:
