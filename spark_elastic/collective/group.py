@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from spark_elastic.collective import reduce
 from spark_elastic.collective.gloo.process_group import GlooCollectives
@@ -104,14 +105,22 @@ class Group:
         return (way or self.gloo).allreduce(tensor, op, fill)
 
     @in_one_thread
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
-        """Launch a broadcast of the tensor of rank `root`."""
-        if reduce.is_on_gpu(tensor):
+    def broadcast(self, tensor: torch.Tensor, root: int, by_nccl: bool = False) -> Any:
+        """Launch a broadcast of the tensor of rank `root`; `by_nccl`: see `uses_nccl`."""
+        if reduce.is_on_gpu(tensor) and not by_nccl:
             return launch_staged(lambda copy: self.broadcast(copy, root), tensor)
         self.negotiation.settle()
         self.check_alive()
         self.log.launched("broadcast", tensor, root)
-        return (self.shared_memory or self.gloo).broadcast(as_bytes(tensor), root)
+        way = self.nccl if by_nccl and self.nccl is not None else self.shared_memory or self.gloo
+        return way.broadcast(as_bytes(tensor), root)
+
+    @in_one_thread
+    def uses_nccl(self, device: torch.device) -> bool:
+        """Return True, on all members, if they can use NCCL; all call this with the device of tensors on their GPUs."""
+        if self.nccl is not None and not self.nccl.reason:  # a reduction decides it, also for ranks that have joined
+            self.wait(self.allreduce(torch.zeros(1, dtype=torch.float64, device=device), dist.ReduceOp.SUM))
+        return self.nccl is not None and self.nccl.used
 
     # --- collectives that Gloo alone has ----------------------------------------------------------
 

@@ -205,12 +205,21 @@ class NcclReductions:
             fill(tensor, 0)
         options = dist.AllreduceOptions()
         options.reduceOp = op
+        return self._launch("allreduce", tensor, options)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> NcclWork:
+        """Launch a broadcast of the tensor of rank `root`. Raise HorovodInternalError as `allreduce` does."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self._launch("broadcast", tensor, options)
+
+    def _launch(self, name: str, tensor: torch.Tensor, options: Any) -> NcclWork:
         pg = self._pg
         if pg is None:
             self._owner.check_alive()
             raise HorovodInternalError("the NCCL communicator is closed")
         try:
-            return NcclWork(self, pg.allreduce([tensor], options))
+            return NcclWork(self, getattr(pg, name)([tensor], options))
         except RuntimeError as error:
             raise self._failed(error) from error
 
