@@ -17,11 +17,14 @@ from torch.overrides import TorchFunctionMode
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective import group
+from spark_elastic.collective.gpu.nccl import NcclReductions, NcclWork
+from spark_elastic.collective.group import Group
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.ml.torch.engine import TorchEngine
 from spark_elastic.ml.torch.objective import BatchMaker
 from spark_elastic.ml.training.spec import Progress
 from spark_elastic.torch.gradients import BackwardReducer
+from spark_elastic.torch.stamp import Stamp
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.trainings import SumMetric, accuracy
 
@@ -32,13 +35,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Reads(TorchFunctionMode):
-    """Counts the copies of meta tensors to the CPU, which are zeros there."""
+    """Counts the copies of meta tensors to the CPU, which are zeros there, and those that do not block."""
 
     count = 0
+    queued = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.copy_ and args[0].device.type == "cpu" and args[1].device.type == "meta":
-            self.count += 1
+            waits = not (kwargs or {}).get("non_blocking")
+            self.count += waits
+            self.queued += not waits
             return args[0].zero_()
         if func is torch.Tensor.cpu and args[0].device.type == "meta":
             self.count += 1
@@ -51,6 +57,17 @@ class ByClass(SumMetric):
 
     def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
         self.right = torch.stack([(label == number).sum() for number in range(3)])
+
+
+def counting_reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    reads, complete = Reads(), BackwardReducer.complete
+
+    def counted(reducer: BackwardReducer) -> None:
+        with reads:  # which torch leaves within backward
+            complete(reducer)
+
+    monkeypatch.setattr(BackwardReducer, "complete", counted)
+    return reads
 
 
 def with_counts(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,13 +88,7 @@ def with_counts(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor
 def test_a_step_reads_its_device_once_and_so_does_a_validation(
     changes: dict[str, Any], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads, complete = Reads(), BackwardReducer.complete
-
-    def counted(reducer: BackwardReducer) -> None:
-        with reads:  # which torch leaves within backward
-            complete(reducer)
-
-    monkeypatch.setattr(BackwardReducer, "complete", counted)
+    reads = counting_reads(monkeypatch)
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)  # `to` makes other parameters on this device
     training = trainings.make_training(data, tmp_path, device="meta", optimizer=sgd, **changes)
     hvd.init()
@@ -94,6 +105,50 @@ def test_a_step_reads_its_device_once_and_so_does_a_validation(
     finally:
         engine.close()
         hvd.shutdown()
+
+
+class NcclGroup:
+    """In place of a world's group whose members reduce by NCCL."""
+
+    size, rank = 2, 0
+    log = SimpleNamespace(joins=0)
+    wait_each = Group.wait_each
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        owner: Any = SimpleNamespace(check_alive=lambda: None)
+        self.nccl = NcclReductions(owner, lambda: None)
+        self.nccl._runtime = SimpleNamespace(mark=self._mark)  # type: ignore[assignment]
+
+    def _mark(self, device: Any) -> Any:
+        self.calls.append("mark")
+        return SimpleNamespace(query=lambda: True)
+
+    def allreduce(self, tensor: torch.Tensor, op: Any, fill: Any) -> NcclWork:
+        fill(tensor, 0)
+        self.calls.append("reduce")
+        return NcclWork(self.nccl, SimpleNamespace(wait=lambda: self.calls.append("wait")))
+
+
+def test_a_step_by_nccl_reads_nothing_and_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, world = counting_reads(monkeypatch), NcclGroup()
+    model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600), nn.Linear(600, 2)).to("meta")
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), op=hvd.Sum)
+    reducer, agreement = optimizer._reducer, optimizer._reducer._agreement
+    monkeypatch.setattr(reducer, "_present_group", lambda: world)
+    monkeypatch.setattr(Stamp, "read", lambda stamp, sums: bool(sums.tolist()[0]))  # they are zeros here
+    agreement.trained, agreement.unseen, agreement.reached = reducer._slots, set(), (world, 0)
+    for step in range(3):
+        numbers = torch.zeros(4, dtype=torch.float64, device="meta")
+        sums = torch.ones(4, dtype=torch.float64)
+        optimizer.zero_grad()
+        optimizer.attach_scalars(numbers, sums)
+        model(torch.zeros(5, 600, device="meta")).sum().backward()
+        with reads:
+            optimizer.step()
+        assert sums.tolist() == [0.0] * 4
+        assert world.calls == [*["reduce", "reduce"], *["wait", "wait"], "mark"] * (step + 1)
+        assert (reads.count, reads.queued) == (0, 2 * (step + 1))
 
 
 class Cuda(TorchFunctionMode):

@@ -137,7 +137,9 @@ class NcclReductions:
         if self._device is None:
             self._decide(tensor.device)
             self._device = tensor.device
-        return self.used and tensor.dtype in _NCCL_TYPES and tensor.is_contiguous()
+        # the communicator is of one device: torch would connect another one, which cannot be interrupted
+        here = bool(tensor.device == self._device)
+        return self.used and here and tensor.dtype in _NCCL_TYPES and tensor.is_contiguous()
 
     def _decide(self, device: torch.device) -> None:
         mine = json.dumps(member_device(device)).encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)
