@@ -5,6 +5,7 @@ Tensors of the device "meta" have no data, so that each way to read one raises a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,8 @@ from spark_elastic.collective import group
 from spark_elastic.collective.gpu.nccl import NcclReductions, NcclWork
 from spark_elastic.collective.group import Group
 from spark_elastic.data.dataset import Dataset
+from spark_elastic.data.reader import Batch
+from spark_elastic.errors import DataError
 from spark_elastic.ml.torch.engine import TorchEngine
 from spark_elastic.ml.torch.objective import BatchMaker
 from spark_elastic.ml.training.spec import Progress
@@ -105,6 +108,45 @@ def test_a_step_reads_its_device_once_and_so_does_a_validation(
     finally:
         engine.close()
         hvd.shutdown()
+
+
+def test_a_step_on_a_gpu_copies_the_next_batch_before_it_waits(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    made = BatchMaker.parts
+
+    def parts(maker: BatchMaker, batch: Batch) -> Any:
+        calls.append(f"copy {batch.start}")
+        return made(maker, batch)
+
+    monkeypatch.setattr(BatchMaker, "parts", parts)
+    monkeypatch.setattr(BackwardReducer, "_read_scalars", lambda reducer: calls.append("wait"))
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    training = trainings.make_training(data, tmp_path, device="meta", optimizer=sgd)
+    hvd.init()
+    engine = TorchEngine(training, False)
+    with Dataset.open(data).reader("train", batch_size=12, prefetch=0) as reader:
+        batches = list(reader.epoch(0))[:3]
+
+    def train(epoch: Iterator[Batch], rows: int) -> None:
+        for batch in engine.ahead(epoch, rows):
+            calls.append(f"step {batch.start}")
+            engine.step(batch, Progress(), False)
+
+    def epoch(error: Exception) -> Iterator[Batch]:
+        yield from batches
+        raise error
+
+    with pytest.raises(DataError, match="damaged"):
+        train(epoch(DataError("damaged")), reader.rows)
+    expected = ["step 0", "copy 0", "copy 12", "wait", "step 12", "copy 24", "wait", "step 24", "wait"]
+    assert calls == expected
+    calls.clear()
+    train(iter(batches), batches[-1].stop)
+    assert calls == expected
+    engine.close()
+    hvd.shutdown()
 
 
 class NcclGroup:

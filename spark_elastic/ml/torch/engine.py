@@ -22,7 +22,7 @@ from spark_elastic.ml.preparation import LABEL, WEIGHT
 from spark_elastic.ml.torch.fidelity import hooks_of
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model_step import READ_AT_ONCE, ForwardResult, ModelStep, StepPosition, TorchBatch
-from spark_elastic.ml.torch.objective import BatchMaker, Objective
+from spark_elastic.ml.torch.objective import BatchesAhead, BatchMaker, Objective
 from spark_elastic.ml.torch.serialization import load_state, state_of, weights_to_bytes
 from spark_elastic.ml.torch.spec import MODEL_FILE, LearningRateSchedule, TorchTraining, build_optimizer
 from spark_elastic.ml.training.engine import Engine, Measured, gather_pieces
@@ -75,6 +75,7 @@ class TorchEngine(Engine):
         self._buffers = list(model.buffers())
         self._synchronised = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
         self._validated = Progress()  # the progress of the training at the last `begin_validation`
+        self._ahead: BatchesAhead | None = None
         self._own_numbers = torch.zeros(0)  # what this worker's rows have added to the sums of the last step
 
     def _reducing(self, training: TorchTraining, model: torch.nn.Module, optimizer: Any, named: Any) -> Any:
@@ -97,6 +98,13 @@ class TorchEngine(Engine):
 
     def begin_steps(self) -> None:
         self._objective.set_mode(self.model, True)
+
+    def ahead(self, batches: Iterator[Batch], rows: int) -> Iterator[Batch]:
+        # the user's function may draw random numbers, of which each step has its own
+        if self._device.type in READ_AT_ONCE or self._training.transformation_fn is not None:
+            return batches
+        self._ahead = BatchesAhead(batches, rows, self._maker)
+        return self._ahead
 
     def step(self, batch: Batch, at: Progress, stop: bool) -> Measured:
         self._seed(at.epoch, batch.start)
@@ -128,7 +136,8 @@ class TorchEngine(Engine):
         Returns the sums over all workers, then how many of them ask to stop, and the metric states that were gathered.
         """
         objective, metrics = self._objective, self.metrics
-        parts = self._maker.parts(batch)
+        ahead = self._ahead
+        parts = self._maker.parts(batch) if ahead is None else ahead.parts(batch)
         numbers = torch.zeros(metrics.width + 1, dtype=torch.float64)
         own = self._sums(metrics.width + 1)
         own[-1] = stop
@@ -159,6 +168,8 @@ class TorchEngine(Engine):
         self._own_numbers = own
         self.optimizer.attach_scalars(own, numbers)
         all_pieces = gather_pieces(pieces) if metrics.gathers else ()
+        if ahead is not None:  # the GPU computes what it has been given; afterwards this thread waits for it
+            ahead.fetch(batch)
         if share is not None:
             with nullcontext() if parts else without_rows():
                 self._backward(share)

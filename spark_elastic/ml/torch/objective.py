@@ -12,7 +12,7 @@ import copy
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -88,6 +88,42 @@ class BatchMaker:
         if name.startswith((INPUT, LABEL)) or name == WEIGHT:
             raise ragged_column_error(name, value)
         return value
+
+
+class BatchesAhead:
+    """The batches of an epoch, the next of which is copied to the GPU while that computes the present one."""
+
+    def __init__(self, batches: Iterator[Batch], rows: int, maker: BatchMaker) -> None:
+        self._batches, self._rows, self._maker = batches, rows, maker
+        self._next: Batch | None = None
+        self._parts: list[TorchBatch] = []
+        self._error: Exception | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._error is not None:
+            raise self._error
+        return next(self._batches) if self._next is None else self._next
+
+    def parts(self, batch: Batch) -> list[TorchBatch]:
+        """Return the parts of a batch, as `BatchMaker` does."""
+        made, self._parts = self._parts, []
+        if batch is not self._next:
+            return self._maker.parts(batch)
+        self._next = None
+        return made
+
+    def fetch(self, present: Batch) -> None:
+        """Read the batch after this one, and queue its copy behind what the GPU has to do; errors are raised later."""
+        if present.stop < self._rows and self._next is None:  # at its end, an epoch waits for checksums
+            try:
+                batch = next(self._batches)
+                self._parts = self._maker.parts(batch)
+                self._next = batch
+            except Exception as error:
+                self._error = error
 
 
 def _batch(tensors: Mapping[str, Any], rows: int) -> TorchBatch:
