@@ -40,8 +40,7 @@ class HalfPrecision(ElasticParams):
     """A setting of the output that PyTorch alone has."""
 
     transform_amp, getTransformAmp, setTransformAmp = setting(
-        "half precision in transform and predict, by torch.autocast: 'bf16' or 'fp16'. Outputs are in full precision. "
-        "Default: none.",
+        "half precision in transform, by torch.autocast: 'bf16' or 'fp16'. Default: none.",
         to.one_of("bf16", "fp16"),
     )
 
