@@ -94,7 +94,7 @@ class ElasticJob:
         """Return the state of the job at this moment."""
         return self._driver.status()
 
-    def events(self) -> list[Record]:
+    def timeline(self) -> list[Record]:
         """Return the membership timeline so far: typed records, with times in seconds since the epoch."""
         return self._driver.announcer.timeline
 

@@ -289,10 +289,10 @@ def storm(on: str, loop: str, seed: int, args: Any) -> tuple[Verdict, list[dict[
         worlds = (
             len({entry["round"] for entry in applied})  # a world without a step is not seen here
             if isinstance(job, Fit)
-            else sum(isinstance(each, WorldStarted) for each in job.events())
+            else sum(isinstance(each, WorldStarted) for each in job.timeline())
         )
         if problems and not isinstance(job, Fit):
-            print("the job's last events:", *job.events()[-80:], sep="\n  ", flush=True)
+            print("the job's last events:", *job.timeline()[-80:], sep="\n  ", flush=True)
         allowed = 2 * random_kills.loop_of(seed).commit_every if loop == "exact" else 0
         return verdict_of(applied, allowed, worlds, began, ended, problems), done
 

@@ -25,7 +25,7 @@ def undisturbed():
 
 
 def sizes(job):
-    return [record.size for record in job.events() if isinstance(record, WorldStarted)]
+    return [record.size for record in job.timeline() if isinstance(record, WorldStarted)]
 
 
 def check(results, undisturbed):

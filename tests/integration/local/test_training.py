@@ -48,7 +48,7 @@ def train_with_kills(data, folder, kills, ends=()):
 
 
 def sizes(job):
-    return [record.size for record in job.events() if isinstance(record, WorldStarted)]
+    return [record.size for record in job.timeline() if isinstance(record, WorldStarted)]
 
 
 def test_workers_that_are_killed_and_replaced_change_nothing(start_job, data, tmp_path, undisturbed):

@@ -54,7 +54,7 @@ def cancelled(job, why):
     assert job.done()
     with pytest.raises(JobCancelledError, match=re.escape(why)):
         job.result(0)
-    assert why in str(job.events()[-1])
+    assert why in str(job.timeline()[-1])
     assert job.status().phase == "failed"
 
 

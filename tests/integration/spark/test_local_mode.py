@@ -26,7 +26,7 @@ def kill(pid):
 
 
 def worlds(job):
-    return [record for record in job.events() if isinstance(record, WorldStarted)]
+    return [record for record in job.timeline() if isinstance(record, WorldStarted)]
 
 
 def test_more_workers_than_there_can_ever_be_slots_are_refused_at_once(jobs):

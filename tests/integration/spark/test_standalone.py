@@ -44,10 +44,10 @@ def test_executors_go_and_come_and_the_training_goes_on(jobs, cluster):
     cluster.decommission(host)
     gone(leaver)
     world = diary.wait_for_world(2, after=world[0]["round"])
-    left = [record for record in job.events() if isinstance(record, WorkerLeft)][-1]
+    left = [record for record in job.timeline() if isinstance(record, WorkerLeft)][-1]
     assert left.graceful
     assert left.place.host == host
-    before, after = [r for r in job.events() if isinstance(r, WorldStarted)][-2:]
+    before, after = [r for r in job.timeline() if isinstance(r, WorldStarted)][-2:]
     done = [e for e in diary.read() if e["what"] == "applied" and e["round"] == before.round]
     assert max(entry["step"] for entry in done) == after.progress
 
