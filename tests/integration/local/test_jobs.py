@@ -10,7 +10,6 @@ import pytest
 from spark_elastic.errors import (
     JobCancelledError,
     NotEnoughSlotsError,
-    NotPicklableError,
     StateLostError,
     UserFunctionError,
     WorkerStartError,
@@ -223,16 +222,6 @@ def test_a_result_that_cannot_be_pickled_says_so(start_job):
 
     with pytest.raises(UserFunctionError, match="returned a lock that cannot be pickled"):
         start_job(unpicklable).result(30)
-
-
-def test_a_function_that_cannot_be_pickled_is_refused_before_anything_runs(start_job):
-    lock = threading.Lock()
-
-    def captures():
-        return lock
-
-    with pytest.raises(NotPicklableError, match="lock"):
-        start_job(captures)
 
 
 def test_cancel_ends_everything_within_seconds(start_job, tmp_path):

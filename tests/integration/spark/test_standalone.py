@@ -5,7 +5,6 @@ import signal
 
 import pytest
 
-from spark_elastic.errors import StateLostError
 from spark_elastic.membership.timeline import WorkerLeft, WorldStarted
 from tests.integration.clusters import standalone
 from tests.integration.processes import GONE_S, wait_until
@@ -71,14 +70,3 @@ def test_a_killed_worker_daemon_takes_its_executor_along(jobs, cluster):
     wait_until(lambda: not is_alive(victim["pid"]), WAIT_S, "its executor has noticed")
     diary.wait_for_world(1, after=victim["round"])
     assert len(finished(job, diary)) == 1
-
-
-@pytest.mark.nightly
-def test_all_executors_lost_is_a_clear_error(jobs, cluster):
-    job, diary = jobs.train(1)
-    diary.wait_for_world(1)
-    wait_until(lambda: job.status().progress, WAIT_S, "the driver knows of a step")
-    for executor in list(cluster.executors()):
-        cluster.kill_executor(executor)
-    with pytest.raises(StateLostError, match="every worker that held the state is gone"):
-        job.result(60)

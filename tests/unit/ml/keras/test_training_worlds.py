@@ -65,9 +65,3 @@ def test_a_worker_that_is_killed_within_batch_normalisation_changes_nothing(coun
         for result in driver.results(2):
             assert_as_undisturbed(result, tmp_path / "three", expected)
         assert len(driver.worlds) >= 2
-
-
-# --- losses over sequences with a mask ----------------------------------------------------------------
-
-
-SEQUENCES, LONGEST, WORDS, FEW = 41, 6, 7, 8
