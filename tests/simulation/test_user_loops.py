@@ -39,12 +39,7 @@ BUGS = (
         "        copy_all(self._copies, tensors)\n",
         "        self._copies = list(tensors)\n",
     ),
-    Bug(
-        "parameters that were written to count as unchanged",
-        "torch/elastic/state",
-        "then[1] != now[1]",
-        "False",
-    ),
+    Bug("parameters that were written to count as unchanged", "torch/elastic/state", "then[1] != now[1]", "False"),
     Bug(
         "running means of the interrupted step stay",
         "torch/elastic/state",
@@ -69,12 +64,7 @@ BUGS = (
         "None if committed else self._handlers.light_values()",
         "None if committed else self._mark or self._handlers.light_values()",
     ),
-    Bug(
-        "a mark between the passes of a step counts",
-        "torch/elastic/state",
-        "if each._reducer.is_in_step",
-        "if False",
-    ),
+    Bug("a mark between the passes of a step counts", "torch/elastic/state", "if each._reducer.is_in_step", "if False"),
 )
 
 
@@ -108,8 +98,7 @@ def test_loops_whose_collectives_fail_end_as_if_nothing_had_failed(loops, first,
 
 
 @pytest.mark.parametrize(
-    "bug",
-    [pytest.param(bug, id=bug.what, marks=[] if bug.what in BY_DAY else pytest.mark.nightly) for bug in BUGS],
+    "bug", [pytest.param(bug, id=bug.what, marks=[] if bug.what in BY_DAY else pytest.mark.nightly) for bug in BUGS]
 )
 def test_a_planted_bug_is_caught(tmp_path, bug):
     shutil.copytree(PACKAGE, tmp_path / "spark_elastic", ignore=shutil.ignore_patterns("__pycache__"))

@@ -139,12 +139,7 @@ def start_job(loop: str, seed: int, folder: Path, on: str, cluster: Any) -> Any:
         function = functools.partial(random_kills.train, epochs=None)
         arguments = (seed, str(folder), EXACT_PAUSE_S)
     return spark_elastic.run_async(
-        function,
-        arguments,
-        verbose=0,
-        spark=cluster.spark if cluster is not None else None,
-        **sizes,
-        **settings,
+        function, arguments, verbose=0, spark=cluster.spark if cluster is not None else None, **sizes, **settings
     )
 
 

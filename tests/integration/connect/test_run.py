@@ -1,7 +1,5 @@
 """`run` on a Spark Connect server: kills, cancellation, large functions and results, errors."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

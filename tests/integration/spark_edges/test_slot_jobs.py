@@ -1,7 +1,5 @@
 """Slots as jobs of one thread, on `local[4]`: threads, cancellation by others, large results."""
 
-from __future__ import annotations
-
 import pytest
 
 from spark_elastic.spark.launcher import SparkLauncher

@@ -1,7 +1,5 @@
 """Loops of one's own with TensorFlow: what a lost peer leaves behind, and which errors are not one."""
 
-from __future__ import annotations
-
 import keras
 import pytest
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """One driver at a time has a run's folder, and one that has lost it finds that out before it writes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The fork server of an executor, with the test in the role of its agents and of the executor."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The fused reduction of a step's gradients, and the errors of a lost peer through TensorFlow."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -31,10 +29,7 @@ def reduced_steps():
             tf.fill([], factor),
         ]
 
-    for how, compression, dense in (
-        ("plain", hvd.Compression.none, False),
-        ("compressed", hvd.Compression.fp16, True),
-    ):
+    for how, compression, dense in (("plain", hvd.Compression.none, False), ("compressed", hvd.Compression.fp16, True)):
         reducer = GradientReducer(compression=compression, sparse_as_dense=dense)
         for mode, call in zip(("eager", "graph"), both_ways(lambda g, c, reducer=reducer: reducer(g, c)), strict=True):
             kept = []

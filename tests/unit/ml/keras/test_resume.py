@@ -1,7 +1,5 @@
 """Durable checkpoints of a Keras training: their contents, and resuming from them."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Trainings of Keras in worlds that differ and break; see `both/test_worlds.py` for what PyTorch does too."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.unit.ml.in_worlds import BATCH, EPOCHS, ROWS

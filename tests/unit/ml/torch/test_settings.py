@@ -1,7 +1,5 @@
 """The effect of each setting of a training, in a world of one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
