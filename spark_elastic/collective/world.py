@@ -92,10 +92,7 @@ def members_of(name: str, assignment: Assignment) -> list[Member]:
 
 
 def _wait_for_all(link: WorkerLink, group: Group) -> None:
-    """Wait until all members have reached their first use of a set; some may do other work for a long time first.
-
-    Meanwhile the queues of other groups are compared: a member may come here only once those are done.
-    """
+    """Wait until all members have reached their first use of a set; meanwhile compare the queues of other groups."""
     all_are_here: Future[Sequence[str]] = Future()
     start = clock.monotonic()
 

@@ -75,10 +75,7 @@ class AddressBook:
         self._agents.pop(agent, None)
 
     def probes_for(self, agent: AgentId) -> list[tuple[AgentId, tuple[str, ...]]]:
-        """Return the agents that have to try connections for a new agent, each with its targets ("address:port").
-
-        The new agent tries some agents of other hosts, and one of them tries the new agent.
-        """
+        """Return who tries which address:port for a new agent: it tries some on other hosts, one of which tries it."""
         others = self._first_elsewhere(agent, self._agents)
         if not others:
             return []
@@ -89,10 +86,7 @@ class AddressBook:
         return [(prober, targets) for prober, targets in asked if targets]
 
     def probe_again(self) -> list[tuple[AgentId, tuple[str, ...]]]:
-        """Return the agents that have to try connections because worlds break, each with its targets, as `probes_for`.
-
-        Each agent tries those that come next after it, in a ring, so that none gets many connections at once.
-        """
+        """Return who tries which address:port because worlds break: each agent those after it elsewhere, in a ring."""
         self._tried.clear()
         asked: list[tuple[AgentId, tuple[str, ...]]] = []
         ring = list(self._agents)
@@ -148,11 +142,7 @@ class AddressBook:
         return sorted(usable, key=lambda a: a not in self._reached)
 
     def _targets(self, agent: AgentId, prober: AgentId) -> tuple[str, ...]:
-        """Return where the prober has to try to reach the agent.
-
-        Addresses that the prober's host has too (loopback, a container bridge) are left out: with `agent_ports`, an
-        agent of its own host may answer there.
-        """
+        """Return where the prober tries to reach the agent: not at its own host's addresses, where others answer."""
         known, own = self._agents[agent], self._agents[prober].candidates
         if not known.probe_port:
             return ()

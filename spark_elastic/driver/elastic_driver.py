@@ -269,10 +269,7 @@ class ElasticDriver:
         self._announce()
 
     def _wake_at(self, due: float | None) -> None:
-        """Have `_wake` called at a time of the monotonic clock, or earlier, if it is to be called before.
-
-        If the call were moved to the later time, a flow of heartbeats would put it off for as long as it lasts.
-        """
+        """Have `_wake` called at this time or earlier; never later, or heartbeats would put it off for ever."""
         if self._loop is None or due is None or (self._alarm is not None and self._alarm.when() <= due):
             return
         if self._alarm is not None:

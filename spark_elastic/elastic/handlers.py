@@ -173,10 +173,7 @@ class StateDictHandler(StateHandler):
 
 
 class Handlers:
-    """All values of a state, which are its attributes: some with a handler each, the others plain Python values.
-
-    `handler_for` returns the handler of a value, or None for a plain value.
-    """
+    """All values of a state: those for which `handler_for` returns a handler, and plain Python values."""
 
     def __init__(
         self, owner: Any, handler_for: Callable[[Any], StateHandler | None], values: Mapping[str, Any]

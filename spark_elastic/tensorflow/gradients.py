@@ -13,15 +13,7 @@ from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.collective.operators import Average, Compression, Compressor, ReduceOp
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.replicas import VariableComparison
-from spark_elastic.tensorflow.host import (
-    Array,
-    array_from,
-    array_of,
-    call_host,
-    compressors,
-    native,
-    torch_of,
-)
+from spark_elastic.tensorflow.host import Array, array_from, array_of, call_host, compressors, native, torch_of
 from spark_elastic.tensorflow.operations import size_op
 
 Gradient = Any

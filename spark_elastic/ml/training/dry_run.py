@@ -56,10 +56,7 @@ class DryRunResult:
 
 @contextmanager
 def user_code(subject: str, rows: int, tensors: Mapping[str, Any]) -> Iterator[None]:
-    """Turn errors of the user's code into a `DataError` that names it and its tensors, which may explain them.
-
-    A fault of the code itself, such as a name that does not exist, and an `InvalidSettingsError` stay as they are.
-    """
+    """Turn errors of the user's code into a `DataError` with its tensors, unless the code is wrong for any of them."""
     try:
         yield
     except Exception as error:
@@ -123,10 +120,7 @@ def optimizer_errors(optimizer: Any, variables: str) -> Iterator[None]:
 
 
 def round_trip_pickle(training: T, remedies: Mapping[str, str] = {}) -> T:
-    """Return a pickled copy of the whole, because parts share objects. Raise NotPicklableError with the setting.
-
-    `remedies`: what to do instead, by setting.
-    """
+    """Return a pickled copy of the whole; raise NotPicklableError with the setting and its remedy in `remedies`."""
     try:
         return round_trip(training)  # type: ignore[no-any-return]
     except Exception as error:
