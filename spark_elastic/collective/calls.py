@@ -87,12 +87,7 @@ def poll(handle: Handle) -> bool:
 
 
 def synchronize(handle: Handle) -> Any:
-    """Wait for a collective and return its result.
-
-    Raises:
-        HorovodInternalError: a peer is gone.
-        MismatchError: the members have not called the same collective, or not in the same way.
-    """
+    """Wait for a collective and return its result. Raises HorovodInternalError, or MismatchError on all members."""
     return handle.wait()
 
 

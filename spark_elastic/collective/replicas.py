@@ -89,11 +89,7 @@ class VariableComparison:
         return max((self._left.get(variable, _COMPARISONS) for _, variable in self._named()), default=0)
 
     def compare(self, group: Group, left: int) -> int:
-        """Compare the variables, on all members; `left` is their largest. Return the comparisons that are left now.
-
-        Raises:
-            MismatchError: variables differ, and it is the last comparison.
-        """
+        """Compare the variables; return how often more, of `left` (the members' most) times. Raises MismatchError."""
         named = self._named()
         tensors = [(name, self._values_of(variable)) for name, variable in named]
         try:

@@ -45,11 +45,7 @@ class AddressBook:
         self._set(agent, hello.place.host, hello.addresses, hello.probe_port, channel_address)
 
     def changed(self, agent: AgentId, addresses: dict[str, tuple[str, ...]], probe_port: int) -> None:
-        """Replace the addresses of an agent, whose host has other interfaces now.
-
-        Raises:
-            UnknownInterfaceError: Its host has none of the interfaces in `nics` any more. It keeps its addresses.
-        """
+        """Replace an agent's addresses; raise UnknownInterfaceError, and keep them, if `nics` has no interface now."""
         known = self._agents[agent]
         self._set(agent, known.host, addresses, probe_port, known.channel_address)
         others = set(known.candidates).symmetric_difference(self._agents[agent].candidates)
@@ -152,11 +148,7 @@ class AddressBook:
 def check_interfaces(
     host: str, addresses: dict[str, tuple[str, ...]], nics: Sequence[str] | None
 ) -> dict[str, tuple[str, ...]]:
-    """Return the addresses of a host that collectives may use, by interface: those of `nics`, or of all (None).
-
-    Raises:
-        UnknownInterfaceError: The host has none of `nics`, or no address at all.
-    """
+    """Return a host's addresses by interface, of `nics` (None: all); raise UnknownInterfaceError if it has none."""
     if not addresses:
         problem = f"host {host} has no interface that is up and has an IPv4 address or a global IPv6 address"
         raise UnknownInterfaceError(problem, host=host, nics=())

@@ -176,12 +176,7 @@ class ElasticDriver:
     # --- the job's thread ---------------------------------------------------------------------------
 
     def run(self) -> list[bytes]:
-        """Run the job. Returns what each worker of the last world returned, pickled, in rank order.
-
-        Raises:
-            JobError: The job failed.
-            UnknownInterfaceError: A host has none of the interfaces in `nics`.
-        """
+        """Run the job; return the pickled results of the last world by rank. Raises JobError, UnknownInterfaceError."""
         return asyncio.run(self._main())
 
     def close(self) -> None:

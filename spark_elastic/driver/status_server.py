@@ -336,11 +336,7 @@ def listen_for_pages(host: str, port: int) -> socket.socket:
 
 
 def make_token(environ: Mapping[str, str] = os.environ) -> str:
-    """Return a random token of 128 bits, or the one of the environment.
-
-    Raises:
-        InvalidSettingsError: That of the environment is too short, or not made of letters, digits, `_` and `-`.
-    """
+    """Return a random token of 128 bits, or that of the environment; raise InvalidSettingsError for a bad one."""
     given = environ.get(TOKEN_VARIABLE)
     if given is None:
         return secrets.token_urlsafe(16)

@@ -38,11 +38,7 @@ H = TypeVar("H", bound="StateHandler")
 
 
 class TensorSpec(NamedTuple):
-    """One tensor of a layout; `key` is its name within the value.
-
-    Attributes:
-        on_cpu: True if the tensor is on the CPU even when the parameter that it belongs to is not.
-    """
+    """One tensor of a layout; `key` is its name within the value. `on_cpu`: even if its parameter is not."""
 
     key: Any
     shape: tuple[int, ...]

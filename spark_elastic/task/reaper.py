@@ -60,11 +60,7 @@ class LifeMutex:
         self._page[_FLAG_AT] = 1
 
     def wait_for_death(self) -> bool:
-        """Wait until the thread that holds the mutex dies. Returns True unless its process was about to end by itself.
-
-        Raises:
-            OSError: The wait failed.
-        """
+        """Wait until the mutex's thread dies; False if its process was about to end. Raises OSError if that failed."""
         code = self._library.pthread_mutex_lock(self._mutex)
         if code not in (0, errno.EOWNERDEAD):
             raise OSError(code, os.strerror(code))

@@ -154,11 +154,7 @@ class WorkerLink:
         self._send(wire.LoopResult(loop, problem, result))
 
     def loop_result(self, loop: int, timeout_s: float) -> tuple[str, bytes]:
-        """Return the (problem, result) that another worker has offered of a loop that this one skips.
-
-        Raises:
-            TimeoutError: Nothing arrived within `timeout_s`.
-        """
+        """Return the (problem, result) offered of a loop that is skipped here; raise TimeoutError after `timeout_s`."""
         with self._changed:
             if not self._changed.wait_for(lambda: loop in self._loop_results, timeout_s):
                 raise TimeoutError(f"the result of elastic loop {loop} did not arrive within {timeout_s:.0f} s")

@@ -221,12 +221,7 @@ class SlotPool:
 
 
 class Peer(Mapping):
-    """Another member on this host: its segment, mapped for reading, and its process.
-
-    Raises:
-        OSError: the segment cannot be opened, because it belongs to another user or another process id namespace.
-        ValueError: the segment does not have the identity.
-    """
+    """Another member on this host: its segment, mapped for reading, and its process. Raises OSError or ValueError."""
 
     def __init__(self, rank: int, pid: int, descriptor: int, identity: bytes) -> None:
         path = f"/proc/{pid}/fd/{descriptor}"
