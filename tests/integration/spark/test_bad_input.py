@@ -13,19 +13,14 @@ from spark_elastic.errors import (
     ExecutorPythonError,
     JobCancelledError,
 )
-from tests.integration.clusters import local
+from tests.integration.clusters import local, module_fixture
 from tests.integration.local import loops
 from tests.integration.processes import wait_until
 from tests.integration.spark.conftest import active_jobs, nothing_imported_ahead
 from tests.integration.spark.diary import WAIT_S
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with local(3) as running:
-        yield running
+cluster = module_fixture(local, 3)
 
 
 def test_a_python_that_does_not_exist_is_named(jobs, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from spark_elastic import run
 from spark_elastic.jobs.settings import RunCall
 from spark_elastic.jobs.start import prepare_workers
-from tests.integration.clusters import local_cluster
+from tests.integration.clusters import local_cluster, module_fixture
 from tests.integration.processes import GONE_S, is_running, wait_until, without_servers
 from tests.integration.spark.conftest import job_processes
 
@@ -19,12 +19,7 @@ pytestmark = [
 ]
 
 KEEP_S = 8
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with local_cluster(2, 1, 1024) as running:
-        yield running
+cluster = module_fixture(local_cluster, 2, 1, 1024)
 
 
 def where_it_runs(path=None):

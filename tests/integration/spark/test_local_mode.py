@@ -9,16 +9,11 @@ import pytest
 
 from spark_elastic.errors import NotEnoughSlotsError
 from spark_elastic.membership.timeline import WorldStarted
-from tests.integration.clusters import local
+from tests.integration.clusters import local, module_fixture
 from tests.integration.spark.conftest import finished
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with local(4) as running:
-        yield running
+cluster = module_fixture(local, 4)
 
 
 def kill(pid):

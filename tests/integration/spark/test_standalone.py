@@ -6,18 +6,13 @@ import signal
 import pytest
 
 from spark_elastic.membership.timeline import WorkerLeft, WorldStarted
-from tests.integration.clusters import standalone
+from tests.integration.clusters import module_fixture, standalone
 from tests.integration.processes import GONE_S, wait_until
 from tests.integration.spark.conftest import executor_of, finished
 from tests.integration.spark.diary import WAIT_S, is_alive
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with standalone(workers=2, cores=1, decommission=True) as running:
-        yield running
+cluster = module_fixture(standalone, workers=2, cores=1, decommission=True)
 
 
 def gone(entry):
