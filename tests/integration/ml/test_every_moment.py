@@ -72,9 +72,9 @@ def settings(store: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-def fit_on(cluster: Cluster, store: Path, df: Any = None, **changes: Any) -> Any:
+def fit_on(cluster: Cluster, store: Path, **changes: Any) -> Any:
     estimator = ElasticTorchEstimator(**settings(store, num_proc=2, min_num_proc=1, **changes))
-    return estimator.fit(table(cluster.spark) if df is None else df)
+    return estimator.fit(table(cluster.spark))
 
 
 @pytest.fixture(scope="module")

@@ -42,11 +42,6 @@ def servers(cluster):
     return {pid for pid in found.keys() - without_servers(found).keys() if is_running(pid)}
 
 
-def wait_for_end(pids):
-    for pid in pids:
-        wait_until(lambda pid=pid: not is_running(pid), GONE_S, f"process {pid} is gone")
-
-
 def test_next_job_gets_workers_of_the_same_server_and_nothing_else_of_the_first(jobs, cluster):
     settings = {"num_proc": 2, "spark": cluster.spark, "verbose": 0, "keep_workers": KEEP_S}
     first = run(where_it_runs, env={"SPARK_ELASTIC_TEST_WORD": "first"}, **settings)

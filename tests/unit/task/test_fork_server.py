@@ -284,12 +284,11 @@ def test_server_holds_no_pipe_of_a_worker(executor):
     assert [each for each in live(job()) if each.startswith("pipe:")] == []
 
 
-def shown_by_workers(executor, folder, shown, count=1, before=""):
+def shown_by_workers(executor, folder, shown, count=1):
     """Return the words that workers of one server print, each when it is about to wait for its function."""
     (folder / "showing.py").write_text(f"""
 import os, random, signal, sys
 import numpy
-{before}
 def show():
     print("shown", {shown}, flush=True)
 from spark_elastic.task import main

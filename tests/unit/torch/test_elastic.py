@@ -96,7 +96,6 @@ def train_until_joined(want: int):
     sizes: list[int] = []
     state = hvd.elastic.TorchState(model, optimizer, scheduler=scheduler, step=0, history=[])
     state.register_reset_callbacks([lambda: sizes.append(hvd.size())])
-    pauses = []
 
     @hvd.elastic.run
     def loop(state):
@@ -124,7 +123,6 @@ def train_until_joined(want: int):
         "momentum": sorted(float(s["momentum_buffer"].sum()) for s in optimizer.state.values()),
         "first": first,
         "sizes": sizes,
-        "pauses": pauses,
     }
 
 
