@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 from spark_elastic import run
-from spark_elastic.errors import (
-    ExecutorPythonError,
-    JobCancelledError,
-)
+from spark_elastic.errors import ExecutorPythonError, JobCancelledError
 from tests.integration.clusters import local, module_fixture
 from tests.integration.local import loops
 from tests.integration.processes import wait_until
