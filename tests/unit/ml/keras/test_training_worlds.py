@@ -4,12 +4,7 @@ import pytest
 
 from tests.unit.ml.in_worlds import BATCH, EPOCHS, ROWS
 from tests.unit.ml.keras import trainings
-from tests.unit.ml.keras.trainings import (
-    assert_as_undisturbed,
-    close,
-    in_worker,
-    in_worker_variants,
-)
+from tests.unit.ml.keras.trainings import assert_as_undisturbed, close, in_worker, in_worker_variants
 from tests.unit.worlds import WorldDriver
 
 pytestmark = pytest.mark.nightly
