@@ -227,11 +227,7 @@ def problems_of(loop: str, seed: int, job: Any, diary: Diary, results: Any) -> l
 
 
 def left_behind(cluster: Any, before: Before, files: set[str], *, with_spark: bool) -> list[str]:
-    """Return what a job has left, after a moment for what is ending.
-
-    Args:
-        with_spark: Leave out the descriptors, because Spark runs in this process and opens its own.
-    """
+    """Return what a job has left, after a moment; with Spark in this process, descriptors are left out."""
     problems = []
     checks: list[Callable[[], object]] = [
         lambda: assert_gone(our_processes, GONE_S),

@@ -110,11 +110,9 @@ def with_an_end(folder, deaths):
 
 
 def two_loops(folder, deaths, newcomer_waits=0, returned=None, go=""):
-    """Train for 6 steps, look at the outcome, train for 8 more with another state.
+    """Train for 6 steps, look at the outcome, and train for 8 more with another state, up to the file `go`.
 
-    deaths: as above, at places with a step. newcomer_waits: the first world holds still in the second loop until that
-    many workers are there, so that one comes late for certain. returned: what the first loop returns instead of its
-    words, by a function. go: the name of a file without which the second loop does not end.
+    The second loop's first world waits for `newcomer_waits` workers; `returned` makes what the first loop returns.
     """
     import torch
 

@@ -110,10 +110,8 @@ def clipped(gradients):
 
 
 def training(optimizer, gradients_of, parts=1):
-    """Train two variables on the rows of this member, and return their values.
-
-    gradients_of: returns the gradients to apply, given a function that computes the loss of one of the parts of all
-    rows, and the variables.
+    """Train two variables on the rows of this member, and return their values. `gradients_of` returns the gradients,
+    given a function that computes the loss of one of the parts of all rows, and the variables.
     """
     generator = np.random.default_rng(5)
     x = generator.normal(size=(ROWS, 3)).astype("float32") * np.linspace(0.1, 3.0, ROWS, dtype="float32")[:, None]
