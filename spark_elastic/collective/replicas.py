@@ -65,11 +65,8 @@ class VariableComparison:
     """Compares variables of TensorFlow or Keras before the first step that trains them.
 
     Variables that differ there are compared again before the next step: programs for Horovod broadcast them after the
-    first, which builds the model or its optimizer.
-
-    Args:
-        named: a function that returns the backend's variables with their names, in the same order on all members.
-        values_of: a function that returns the values of a variable.
+    first, which builds the model or its optimizer. `named` returns the variables with their names, in the same order on
+    all members.
     """
 
     broadcast_follows = False

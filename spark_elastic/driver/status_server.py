@@ -127,13 +127,10 @@ class PageRequest:
 
 
 class StatusServer:
-    """Serves the status page of one job until it is closed.
+    """Serves the status page of one job until it is closed, and with it the socket `listening`.
 
-    Args:
-        listening: The bound socket. The server closes it.
-        host: The name or address of this machine in the page's URL.
-        token: What a request has to show.
-        document: Returns the present state of the job. Called on one thread at a time.
+    A request has to show the `token`. `document` returns the present state of the job, and is called on one thread at a
+    time.
     """
 
     def __init__(self, listening: socket.socket, host: str, token: str, document: Callable[[], Document]) -> None:

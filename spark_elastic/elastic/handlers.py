@@ -394,20 +394,10 @@ def take_over(
 ) -> Any:
     """Set the values of all members to those of `root`: compare digests, then broadcast the tensors that differ.
 
-    Args:
-        handlers: The values by name, the same names on every member.
-        root: Rank of the member whose values are taken over.
-        extra: Another picklable object.
-        staged: Receive everything before any value is changed, so that this member's own values stay intact if the root
-            is lost on the way.
-        process_set: The members.
-
-    Returns:
-        The root's `extra`.
-
-    Raises:
-        HorovodInternalError: A peer is gone.
-        UsageError: The values of this member cannot hold the root's.
+    Returns the root's `extra`, any picklable object. `handlers` has the same names on every member. With `staged`,
+    everything is received before any value is changed, so that this member's own values stay intact if the root is lost
+    on the way. Raises HorovodInternalError if a peer is gone, and UsageError if the values of this member cannot hold
+    the root's.
     """
     group = process_set.group()
     if group is None:

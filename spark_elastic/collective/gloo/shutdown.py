@@ -71,11 +71,8 @@ def open_sockets() -> dict[int, int]:
 class GroupSockets:
     """Duplicates of the connections of one group.
 
-    Args:
-        before: the inodes of the sockets that were open before any member could connect to this one. The numbers of
-            their descriptors may have been given to other sockets since.
-        addresses: the addresses of its members.
-        announced: the values that the members have put into the rendezvous; each contains its listener's port.
+    `before`: inodes of the sockets that were open before any member could connect to this one (descriptors may be used
+    again). `announced`: what the members have put into the rendezvous; each value contains its listener's port.
     """
 
     def __init__(self, before: Collection[int], addresses: Collection[str], announced: Sequence[bytes]) -> None:
