@@ -80,7 +80,7 @@ class ElasticTorchModel(ElasticModel):
             raise InvalidSettingsError(
                 f"{type(given).__name__} has no save_pretrained, as models of transformers and PEFT have; use save"
             )
-        store = Store.create(path)
+        store = Store.create(os.fspath(path))
         if store.is_local:
             given.save_pretrained(str(store.local_path()))
             return
