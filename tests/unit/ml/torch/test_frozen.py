@@ -182,11 +182,18 @@ def fitted_here(model: Any, texts: Dataset, **changes: Any) -> ElasticTorchModel
     return made.from_dataset_path(texts)
 
 
-@pytest.mark.parametrize("as_function", [False, True])
+def with_gradient_checkpointing() -> nn.Module:
+    net = adapted()
+    net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    net.enable_input_require_grads()
+    return net
+
+
+@pytest.mark.parametrize("model", [adapted, None, with_gradient_checkpointing])
 def test_adapter_is_saved_alone_for_peft_and_whole_for_spark(
-    as_function: bool, texts: Dataset, plain: nn.Module, tmp_path: Path
+    model: Any, texts: Dataset, plain: nn.Module, tmp_path: Path
 ) -> None:
-    fitted = fitted_here(adapted if as_function else adapted(), texts)
+    fitted = fitted_here(adapted if model is None else model(), texts)
     assert_weights(fitted.module.model.state_dict(), plain)
     fitted.save_pretrained(tmp_path / "adapter")
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 5_000
