@@ -82,17 +82,17 @@ def load_state(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """
     metadata = getattr(state, "_metadata", {})
     if left := metadata.get(_FROZEN):
-        own = module.state_dict()
-        refuse_differing([name for name, known in left.items() if name not in own or not _is_as(own[name], known)])
-        merged: Any = OrderedDict({**state, **{name: own[name] for name in left}})
+        given = module.state_dict()
+        refuse_differing([name for name, known in left.items() if name not in given or not _is_as(given[name], known)])
+        merged: Any = OrderedDict({**state, **{name: given[name] for name in left}})
         merged._metadata = metadata
         state = merged
     module.load_state_dict(state)
     for name, value in metadata.get(_BUFFERS, {}).items():
         path, _, key = name.rpartition(".")
         part = module.get_submodule(path)
-        own_buffer = part._buffers.get(key)
-        part._buffers[key] = value if own_buffer is None or own_buffer.shape != value.shape else own_buffer.copy_(value)
+        own = part._buffers.get(key)
+        part._buffers[key] = value if own is None or own.shape != value.shape else own.copy_(value)
 
 
 def weights_to_bytes(module: torch.nn.Module, frozen: Mapping[str, str] = _NONE) -> bytes:

@@ -86,13 +86,9 @@ def plain(texts: Dataset) -> nn.Module:
     return trained_by_torch(texts)
 
 
-def assert_weights(found: Any, expected: nn.Module, tolerance: float = 1e-9) -> None:
+def assert_weights(found: Any, expected: nn.Module) -> None:
     wanted = expected.state_dict()
-    assert found.keys() <= wanted.keys()
-    for name, value in found.items():
-        torch.testing.assert_close(
-            value, wanted[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    torch.testing.assert_close(dict(found), {name: wanted[name] for name in found}, rtol=1e-9, atol=1e-9)
 
 
 class WaitsForAnother(Callback):
