@@ -101,6 +101,8 @@ def returned_model(name: str) -> Iterator[None]:
     """Raise `InvalidSettingsError` for an error in making what `fit` would return now of the trained model."""
     try:
         yield
+    except InvalidSettingsError:
+        raise
     except Exception as error:
         raise InvalidSettingsError(
             f"the trained {name} could not be returned from the workers: its weights after a step cannot be loaded "
