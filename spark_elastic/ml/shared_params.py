@@ -29,7 +29,7 @@ BestMode: TypeAlias = Literal["auto", "min", "max"]
 OutputType: TypeAlias = Literal["array", "vector"]
 HandleInvalid: TypeAlias = Literal["error", "skip", "keep"]
 PredictionRule: TypeAlias = Literal[
-    "auto", "argmax", "value", "binary_logit", "binary_probability", "argmax_probability"
+    "auto", "argmax", "value", "sign", "binary_logit", "binary_probability", "argmax_probability"
 ]
 
 _OWN_SETTINGS = (
@@ -91,8 +91,7 @@ class LabelParams(ElasticParams):
         "column with the weight of each row in the loss.", to.text
     )
     validation, getValidation, setValidation = setting(
-        "rows for validation: a fraction, drawn with the seed, or the name of a boolean column.",
-        to.fraction_or_column,
+        "rows for validation: a fraction, drawn with the seed, or the name of a boolean column.", to.fraction_or_column
     )
 
 
@@ -260,12 +259,10 @@ class StorageParams(ElasticParams):
         to.location,
     )
     storage_options, getStorageOptions, setStorageOptions = setting(
-        "options of the filesystem of a URI, such as credentials.",
-        to.dictionary,
+        "options of the filesystem of a URI, such as credentials.", to.dictionary
     )
     dataset_id, getDatasetId, setDatasetId = setting(
-        "name by which later fits find the written rows again, unchecked. Default: each fit writes its rows.",
-        to.text,
+        "name by which later fits find the written rows again, unchecked. Default: each fit writes its rows.", to.text
     )
     keep_dataset, getKeepDataset, setKeepDataset = setting(
         "keep the written rows after the fit, for from_dataset_path; a dataset_id keeps them too.",
@@ -302,8 +299,7 @@ class CheckpointParams(ElasticParams):
         "how many of the last checkpoints are kept.", to.whole(at_least=1), default=3
     )
     run_id, getRunId, setRunId = setting(
-        "name of this training below checkpoint_dir: fit resumes from its last checkpoint.",
-        to.identifier,
+        "name of this training below checkpoint_dir: fit resumes from its last checkpoint.", to.identifier
     )
     resume, getResume, setResume = setting(
         "resume from the checkpoints of run_id; False deletes them and starts over.", to.boolean, default=True
@@ -340,7 +336,7 @@ class OutputParams(ElasticParams):
     """Output: the columns that `transform` adds."""
 
     output_cols, getOutputCols, setOutputCols = setting(
-        "names of the columns with the model's outputs: a double or integer if there is one value per row, an array "
+        "names of the columns with the model's outputs: a double or integer for an output [rows], an array "
         "otherwise. []: none. Default: 'output', or 'output_0', 'output_1', ...",
         to.names_or_none,
     )
@@ -356,8 +352,8 @@ class OutputParams(ElasticParams):
     )
     prediction, getPrediction, setPrediction = setting(
         "rule for the prediction from the first output: 'argmax', 'argmax_probability' (of probabilities), 'value', "
-        "'binary_logit' (1 above 0) or 'binary_probability' (1 above 0.5). 'auto': that of the loss, or the value if "
-        "there is one per row, or none.",
+        "'sign' (-1 or 1), 'binary_logit' (1 above 0) or 'binary_probability' (1 above 0.5). 'auto': that of the loss, "
+        "or the value if there is one per row, or none.",
         to.one_of(*get_args(PredictionRule)),
         default="auto",
     )
