@@ -132,7 +132,10 @@ class BackwardReducer:
 
     @property
     def is_in_step(self) -> bool:
-        """True from a step's first backward until an optimizer that took part steps, or the step is left out."""
+        """True from the first backward of a step until an optimizer that took part in the last one steps.
+
+        The step is left out if gradients were reset, or are not finite, with which `GradScaler` makes none.
+        """
         return self._left != self.passes or (self._waits and parameters.are_finite(self._slots))
 
     @property
