@@ -149,6 +149,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         checkpoint_best_mode: shared.BestMode = "auto",
         transformation_fn: shared.ColumnsFunction | None = None,
         accumulation_steps: int = 1,
+        balance: shared.Balance = "equal",
         gradient_clip_norm: float | None = None,
         gradient_clip_value: float | None = None,
         gradient_compression: shared.Compression = "none",
@@ -247,6 +248,7 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
             ("gradient_compression", "none", "leave gradients as they are"),
             ("amp", None, "train in full precision"),
             ("compile", False, "leave it out"),
+            ("balance", "equal", "leave it out"),
         ):
             if self._given(name) != neutral:
                 raise InvalidSettingsError(

@@ -9,6 +9,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.objects import allgather_object
+from spark_elastic.data.order.shares import Shares
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.exact.shards import VirtualWorkers, align_tensor
@@ -47,8 +48,8 @@ class ExactTorchEngine(TorchEngine):
         return optimizer
 
     @property
-    def reader_world(self) -> tuple[int, int]:
-        return 0, 1
+    def reader_world(self) -> tuple[int, int, Shares]:
+        return 0, 1, None
 
     def use_threads(self, count: int) -> None:
         """Do nothing: bits may depend on the number of threads, and the world must not decide it."""
@@ -80,7 +81,8 @@ class ExactTorchEngine(TorchEngine):
                 pieces.append(metrics.measure(result, part.rows, numbers[shard.index]))
         own = workers.reduction.shards()
         self._own_loss = metrics.non_finite_loss(numbers[own.start : own.stop].sum(0).numpy())
-        total = torch.cat([tree_sum(numbers), torch.tensor([votes], dtype=torch.float64)])
+        others = torch.tensor([votes, *[0.0] * len(self._votes(stop)[1:])], dtype=torch.float64)
+        total = torch.cat([tree_sum(numbers), others])
         return total, gather_pieces(pieces) if metrics.gathers else ()
 
     def _counts(self, shards: Mapping[int, Sequence[TorchBatch]], key: tuple[int, ...]) -> list[float]:

@@ -19,9 +19,11 @@ from typing import Any
 import torch
 
 from spark_elastic import clock
+from spark_elastic.collective.group import waited
 from spark_elastic.collective.operations import allreduce_, barrier, broadcast_
 from spark_elastic.collective.operators import Max
 from spark_elastic.collective.process import process
+from spark_elastic.data.order.shares import Balancer, Shares
 from spark_elastic.data.reader import Batch, BatchReader
 from spark_elastic.elastic.handlers import Handlers, StateHandler
 from spark_elastic.elastic.loop import run
@@ -85,6 +87,7 @@ class Trainer:
         self.epoch_rows = None if link is None or decides_s is None else EpochRows(self.view, link, decides_s)
         self._caused_divergence = False
         self._readers: dict[str, BatchReader] = {}
+        self._balancer: Balancer | None = None
         self._begun = False
         self._save_timeout_s = save_timeout_s(os.environ)
         self._result_writer: ResultWriter | None = None  # set once this worker was rank 0 at the end of the training
@@ -118,10 +121,12 @@ class Trainer:
         if at.phase is TrainingPhase.DONE:
             return  # a worker was lost after the end, and this one took over the final state
         self.engine.use_threads(threads_for(self.training.num_threads, host_cores(), world.local_size))
-        self.engine.set_world(world.rank, world.size)
+        self.engine.worked_ns = 0  # it counts from the second step on
+        self._balancer = None
+        if self.training.balance == "auto":
+            self._balancer = Balancer(world.size, self._batch_size, self.engine.least_rows)
+        self._set_shares(None)
         self.view.clear_requests()
-        for reader in self._readers.values():
-            reader.set_world(*self.engine.reader_world)
         if not self._begun:
             self._begun = True
             self._checkpoints.restart_clock()
@@ -134,6 +139,20 @@ class Trainer:
                 callback.on_fit_begin(self.view)
         while (phase := self.state.at.phase) is not TrainingPhase.DONE:
             self._phases[phase]()
+
+    def _set_shares(self, shares: Shares) -> None:
+        """Divide the batches by these shares from the next one on, as all workers do between the same two steps."""
+        self.engine.set_world(self.view.rank, self.view.size, shares)
+        for reader in self._readers.values():
+            reader.set_world(*self.engine.reader_world)
+
+    def _balance(self, worked_ns: Sequence[float]) -> None:
+        """Change the shares if the workers' times in the step before the last one say so."""
+        change = None if self._balancer is None else self._balancer.observe(worked_ns)
+        if change is not None:
+            self._set_shares(change.shares)
+            if self.view.rank == 0:
+                notify(str(change))
 
     def close(self) -> None:
         if self._result_writer is not None:
@@ -164,13 +183,11 @@ class Trainer:
 
     def _reader(self, split: str) -> BatchReader:
         if split not in self._readers:
-            training, (rank, size) = self.training, self.engine.reader_world
-            self._readers[split] = BatchReader(
+            training = self.training
+            self._readers[split] = reader = BatchReader(
                 training.dataset,
                 split,
                 batch_size=self._batch_size,
-                rank=rank,
-                size=size,
                 seed=training.seed,
                 shuffle=training.shuffle and split == "train",
                 order=training.order if split == "train" else "auto",
@@ -178,6 +195,7 @@ class Trainer:
                 cache_dir=training.cache_dir,
                 cache_bytes=training.cache_bytes,
             )
+            reader.set_world(*self.engine.reader_world)
         return self._readers[split]
 
     def _train(self) -> None:
@@ -204,7 +222,11 @@ class Trainer:
             self.engine.seed_callbacks(CallbackEvent.BATCH_BEGIN, at.epoch, at.position)
         for callback in self.callbacks:
             callback.on_batch_begin(view)
+        began, waited_before = clock.monotonic(), waited.seconds
         measured = self.engine.step(batch, at, bool(view.stop_reason))
+        worked = clock.monotonic() - began - waited.seconds + waited_before
+        self.engine.worked_ns = int(1e9 * worked) if batch.global_rows == self._batch_size else 0
+        self._balance(measured.worked_ns)
         loss = None if self.training.allow_nan_loss else self.engine.metrics.non_finite_loss(measured.sums)
         if loss is not None:  # all workers come here together, and no callback is called any more
             self._caused_divergence = self.engine.has_local_non_finite_loss()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 
 from spark_elastic.data.dataset import Dataset
 from tests.nightly import by_night
-from tests.unit.ml.in_worlds import EPOCHS, STEPS_AN_EPOCH, close
+from tests.unit.ml.in_worlds import EPOCHS, LONG, STEPS_AN_EPOCH, close, in_worker_with_shares, kill_and_add
 from tests.unit.worlds import WorldDriver, together
 
 FIRST, LAST = 1, 3
@@ -81,3 +82,34 @@ def test_new_workers_take_over_the_state_and_change_nothing(framework, data, tmp
         for result in results:
             assert result["epochs counted"] == EPOCHS
             framework.trainings.assert_as_undisturbed(result, tmp_path, undisturbed)
+
+
+# --- shares by speed --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def long_undisturbed(framework, data, tmp_path_factory):
+    """The outcome and weights of a longer training in a world of one, with equal shares."""
+    folder, trainings = tmp_path_factory.mktemp(f"{framework.name}-long"), framework.trainings
+    return trainings.alone(trainings.make_training(data, folder, epochs=LONG)), trainings.weights(folder)
+
+
+def test_slow_worker_takes_fewer_rows_and_changes_nothing(framework, data, tmp_path, long_undisturbed):
+    results = together(in_worker_with_shares, framework.name, data, tmp_path, count=3)
+    for result in results:
+        framework.trainings.assert_as_undisturbed(result, tmp_path, long_undisturbed)
+        assert result["shares"] == results[0]["shares"]
+    assert results[0]["shares"][0] is None
+    slow = results[0]["shares"][1]
+    assert slow[0] <= 3 < min(slow[1:])
+
+
+@pytest.mark.parametrize("seed", by_night(range(8), but=[0]))
+def test_kills_and_arrivals_with_unequal_shares_change_nothing(seed, framework, data, tmp_path, long_undisturbed):
+    start = (in_worker_with_shares, framework.name, data, tmp_path)
+    with WorldDriver(start_with=3) as driver:
+        driver.start(*start, count=3)
+        driver.wait(lambda: any(driver.told("shares")))
+        kill_and_add(driver, random.Random(seed), lambda: driver.start(*start))
+        for result in driver.results(1):
+            framework.trainings.assert_as_undisturbed(result, tmp_path, long_undisturbed)
