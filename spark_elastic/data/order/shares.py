@@ -58,13 +58,12 @@ class Change(NamedTuple):
     slowness: float
 
     def __str__(self) -> str:
-        least, most = min(self.shares), max(self.shares)
-        rows = f"{least} to {most}" if least < most else str(least)
-        if most - least <= 1:
-            return f"the workers are about as fast as one another: each takes {rows} rows of a batch again"
+        percent = [100 * share / sum(self.shares) for share in self.shares]
+        if max(self.shares) - min(self.shares) <= 1:
+            return f"the workers are about equally fast: each takes {percent[0]:.0f} % of a batch again"
         return (
             f"rank {self.slowest} works {self.slowness:.1f} times as long for a row as the others: it takes "
-            f"{self.shares[self.slowest]} rows of a batch of {sum(self.shares)} now, the workers take {rows}"
+            f"{percent[self.slowest]:.0f} % of each batch now, and the largest share is {max(percent):.0f} %"
         )
 
 

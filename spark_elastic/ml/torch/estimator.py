@@ -248,7 +248,6 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
             ("gradient_compression", "none", "leave gradients as they are"),
             ("amp", None, "train in full precision"),
             ("compile", False, "leave it out"),
-            ("balance", "equal", "leave it out"),
         ):
             if self._given(name) != neutral:
                 raise InvalidSettingsError(

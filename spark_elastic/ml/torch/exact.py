@@ -47,6 +47,13 @@ class ExactTorchEngine(TorchEngine):
         )
         return optimizer
 
+    def set_world(self, rank: int, size: int, shares: Shares = None) -> None:
+        super().set_world(rank, size, shares)
+        self._workers.reduction.shares = None if shares is None else tuple(shares)
+
+    def divided(self, rows: int) -> tuple[int, int]:
+        return self._workers.count, 1
+
     @property
     def reader_world(self) -> tuple[int, int, Shares]:
         return 0, 1, None
@@ -67,12 +74,12 @@ class ExactTorchEngine(TorchEngine):
         counts = self._counts(shards, key) if objective.coupled else ()
         numbers = torch.zeros((workers.count, metrics.width), dtype=torch.float64)
         pieces: list[Piece] = []
-        computing = workers.compute(self._bounds(batch), key, numbers, float(stop))
+        computing = workers.compute(self._bounds(batch), key, numbers, self._votes(stop))
         while True:
             try:
                 shard = next(computing)
             except StopIteration as end:
-                votes = float(end.value)
+                votes = end.value
                 break
             for part in shards[shard.index]:
                 with single_row_norm(model, part.rows):
@@ -81,8 +88,7 @@ class ExactTorchEngine(TorchEngine):
                 pieces.append(metrics.measure(result, part.rows, numbers[shard.index]))
         own = workers.reduction.shards()
         self._own_loss = metrics.non_finite_loss(numbers[own.start : own.stop].sum(0).numpy())
-        others = torch.tensor([votes, *[0.0] * len(self._votes(stop)[1:])], dtype=torch.float64)
-        total = torch.cat([tree_sum(numbers), others])
+        total = torch.cat([tree_sum(numbers), torch.tensor(votes, dtype=torch.float64)])
         return total, gather_pieces(pieces) if metrics.gathers else ()
 
     def _counts(self, shards: Mapping[int, Sequence[TorchBatch]], key: tuple[int, ...]) -> list[float]:

@@ -124,10 +124,9 @@ class Engine(ABC):
         """The rank, size and shares whose rows of each global batch this worker reads."""
         return self._rank, self._size, self._shares
 
-    @property
-    def least_rows(self) -> int:
-        """The fewest rows of a share with which each pass works as with more: two if it computes batch statistics."""
-        return self._training.accumulation_steps * (2 if self.has_own_statistics else 1)
+    def divided(self, rows: int) -> tuple[int, int]:
+        """Return what the shares of a full batch of `rows` rows sum to, and the least share: two for statistics."""
+        return rows, self._training.accumulation_steps * (2 if self.has_own_statistics else 1)
 
     def _passes(self, rows: int) -> int:
         """Return the passes that each worker makes over a batch of `rows` rows: as many as that with the most rows."""

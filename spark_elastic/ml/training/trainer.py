@@ -124,7 +124,7 @@ class Trainer:
         self.engine.worked_ns = 0  # it counts from the second step on
         self._balancer = None
         if self.training.balance == "auto":
-            self._balancer = Balancer(world.size, self._batch_size, self.engine.least_rows)
+            self._balancer = Balancer(world.size, *self.engine.divided(self._batch_size))
         self._set_shares(None)
         self.view.clear_requests()
         if not self._begun:

@@ -91,6 +91,6 @@ def test_a_change_says_who_is_slow_and_what_was_done():
     balancer = Balancer(2, 30)
     changes = [balancer.observe([10.0, 20.0]) for _ in range(6)]
     assert str(changes[-1]) == (
-        "rank 1 works 2.0 times as long for a row as the others: it takes 10 rows of a batch of 30 now, "
-        "the workers take 10 to 20"
+        "rank 1 works 2.0 times as long for a row as the others: it takes 33 % of each batch now, "
+        "and the largest share is 67 %"
     )

@@ -95,7 +95,10 @@ def long_undisturbed(framework, data, tmp_path_factory):
 
 
 SHARED = [
-    *(("torch", name) for name in (None, "accumulation", "batch normalisation", "metrics with states", "class weights")),
+    *(
+        ("torch", name)
+        for name in (None, "accumulation", "batch normalisation", "metrics with states", "class weights")
+    ),
     ("torch", "rare sparse gradients"),
     *(("keras", name) for name in (None, "two outputs", "parts, bounds and another seed", "divided by sample weights")),
 ]
