@@ -83,6 +83,7 @@ class Balancer:
         self._rows = rows
         self._least = least
         self._equal = self._present = equal_shares(rows, size)
+        self._most = [rows] * size
         self._can = size > 1 and rows > size * least  # otherwise all shares are the smallest
         self._window: deque[list[float]] = deque(maxlen=_WINDOW)
         self._skipped = 0
@@ -91,11 +92,14 @@ class Balancer:
     def shares(self) -> Shares:
         return None if self._present == self._equal else self._present
 
-    def observe(self, seconds: Sequence[float]) -> Change | None:
+    def observe(self, seconds: Sequence[float], most: Sequence[float] = ()) -> Change | None:
         """Note how long each rank has worked in a step of a full batch; return the shares if they have changed.
 
-        A rank that does not know its time gives 0, and the step does not count.
+        A rank that does not know its time gives 0, and the step does not count. `most` limits the share of each rank,
+        unless it is 0 or less than an equal one.
         """
+        for rank, limit in enumerate(most):
+            self._most[rank] = max(int(limit), self._equal[rank]) if limit else self._rows
         if not self._can or len(seconds) < len(self._equal) or not all(0 < each < math.inf for each in seconds):
             return None
         if self._skipped < _SKIPPED:
@@ -146,17 +150,19 @@ class Balancer:
 
     def _dealt(self, times: Sequence[float]) -> list[int]:
         """Return the shares with which all ranks need about equally long."""
-        unit = max(1, self._rows // (_SIZES * len(times)))
+        least, most, unit = self._least, self._most, max(1, self._rows // (_SIZES * len(times)))
         speed = math.fsum(1 / each for each in times)
-        shares = [max(self._least, unit * round(self._rows / (each * speed) / unit)) for each in times]
+        shares = [max(least, unit * round(self._rows / (each * speed) / unit)) for each in times]
+        shares = [min(share, limit) for share, limit in zip(shares, most, strict=True)]
         ranks = range(len(times))
         while (left := self._rows - sum(shares)) > 0:
-            add = min(unit, left)
-            shares[min(ranks, key=lambda rank: (shares[rank] + add) * times[rank])] += add
+            room = [rank for rank in ranks if shares[rank] < most[rank]]
+            rank = min(room, key=lambda rank: (shares[rank] + unit) * times[rank])
+            shares[rank] += min(unit, left, most[rank] - shares[rank])
         while (over := sum(shares) - self._rows) > 0:
-            spare = [rank for rank in ranks if shares[rank] > self._least]
+            spare = [rank for rank in ranks if shares[rank] > least]
             rank = max(spare, key=lambda rank: shares[rank] * times[rank])
-            shares[rank] -= min(unit, over, shares[rank] - self._least)
+            shares[rank] -= min(unit, over, shares[rank] - least)
         return shares
 
 

@@ -101,6 +101,7 @@ class KerasEngine(Engine):
     """The `Engine` of one Keras model; `best` is a copy of the model for the weights of the best epoch, or None."""
 
     metrics: KerasMetricAccumulator
+    memory_errors = (*Engine.memory_errors, tf.errors.ResourceExhaustedError)
 
     def __init__(self, training: KerasTraining, ready: PreparedModel, best: Any, callbacks: KerasCallbacks) -> None:
         super().__init__(training, ready.model, ready.model.optimizer, best, ready.metrics)

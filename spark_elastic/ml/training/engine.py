@@ -21,7 +21,7 @@ from spark_elastic.elastic.state import ElasticState
 from spark_elastic.errors import UsageError
 from spark_elastic.ml.training.spec import Piece, Progress, Sums, Training, add_sums
 
-_TIMES = 16
+_RANKS = 16
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -72,13 +72,14 @@ class Measured(NamedTuple):
     """The measurements of one step, over all workers.
 
     `stop`: a worker requested the end of the training. `worked_ns`: how long each rank worked in the step before, in
-    nanoseconds; 0: unknown.
+    nanoseconds; 0: unknown. `most`: the largest share of each rank that fits into its memory; 0: unknown.
     """
 
     sums: Sums
     pieces: tuple[Piece, ...]
     stop: bool
     worked_ns: Sequence[float]
+    most: Sequence[float]
 
 
 class CallbackEvent(IntEnum):
@@ -100,6 +101,7 @@ class Engine(ABC):
 
     updating: bool = False  # the optimizer has begun to change parameters, and has not finished
     gathers: bool = False  # the pieces that `measure` returns have to be gathered from all workers
+    memory_errors: tuple[type[Exception], ...] = (MemoryError, torch.OutOfMemoryError)
     has_own_statistics: bool = False  # a layer computes statistics over this worker's rows of a batch
 
     def __init__(self, training: Training, model: Any, optimizer: Any, best: Any, metrics: MetricAccumulator) -> None:
@@ -109,6 +111,7 @@ class Engine(ABC):
         self.metrics = metrics
         self._training = training
         self.worked_ns = 0  # how long this worker has worked in the last step; 0: unknown
+        self.most = 0  # the largest share that it has memory for; 0: unknown
         self.set_world(0, 1)
 
     @property
@@ -133,19 +136,19 @@ class Engine(ABC):
         return min(self._training.accumulation_steps, most_rows(rows, self._size, self._shares))
 
     def _votes(self, stop: bool) -> list[int]:
-        """Return what a step adds to its sums: 1 to stop, and this worker's time at its rank, among zeros for others.
+        """Return what a step adds to its sums: 1 to stop, then this worker's `worked_ns` and `most` among zeros.
 
-        The length is rounded up, so that few changes of the world need buckets of another size.
+        Lengths are rounded up, so that few changes of the world need buckets of another size.
         """
-        votes = [int(stop)] + [0] * (-(-self._size // _TIMES) * _TIMES)
-        votes[1 + self._rank] = self.worked_ns
-        return votes
+        votes = [[0] * (-(-self._size // _RANKS) * _RANKS) for _ in range(2)]
+        votes[0][self._rank], votes[1][self._rank] = self.worked_ns, self.most
+        return [int(stop), *votes[0], *votes[1]]
 
     def _measured(self, numbers: Sums, pieces: tuple[Piece, ...] = ()) -> Measured:
         """Return the measurements, from the sums of all workers followed by those of their `_votes`."""
-        stop = len(numbers) - len(self._votes(False))
-        times = numbers[stop + 1 : stop + 1 + self._size].tolist()
-        return Measured(numbers[:stop], pieces, bool(numbers[stop]), times)
+        count = len(self._votes(False))
+        sums, (stop, *rest) = numbers[:-count], numbers[-count:].tolist()
+        return Measured(sums, pieces, bool(stop), rest[: self._size], rest[count // 2 :][: self._size])
 
     @abstractmethod
     def use_threads(self, count: int) -> None: ...

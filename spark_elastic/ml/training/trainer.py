@@ -28,9 +28,9 @@ from spark_elastic.data.reader import Batch, BatchReader
 from spark_elastic.elastic.handlers import Handlers, StateHandler
 from spark_elastic.elastic.loop import run
 from spark_elastic.elastic.mark import OptimizerSteps, StepCounter
-from spark_elastic.errors import CheckpointError
+from spark_elastic.errors import CheckpointError, HorovodInternalError
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.training.engine import CallbackEvent, Engine, TrainingState, host_cores, threads_for
+from spark_elastic.ml.training.engine import CallbackEvent, Engine, Measured, TrainingState, host_cores, threads_for
 from spark_elastic.ml.training.reporting import EpochRows, Reporter, RunView, loss_and_metrics
 from spark_elastic.ml.training.saving import CheckpointSchedule, ResultWriter, save_timeout_s
 from spark_elastic.ml.training.spec import (
@@ -88,6 +88,7 @@ class Trainer:
         self._caused_divergence = False
         self._readers: dict[str, BatchReader] = {}
         self._balancer: Balancer | None = None
+        self.shares: Shares = None
         self._begun = False
         self._save_timeout_s = save_timeout_s(os.environ)
         self._result_writer: ResultWriter | None = None  # set once this worker was rank 0 at the end of the training
@@ -142,13 +143,23 @@ class Trainer:
 
     def _set_shares(self, shares: Shares) -> None:
         """Divide the batches by these shares from the next one on, as all workers do between the same two steps."""
+        self.shares = shares
         self.engine.set_world(self.view.rank, self.view.size, shares)
         for reader in self._readers.values():
             reader.set_world(*self.engine.reader_world)
 
-    def _balance(self, worked_ns: Sequence[float]) -> None:
+    def _limit_share(self, error: Exception) -> None:
+        """Leave the world for one with equal shares, if this worker has too little memory for more than that."""
+        rank, size, shares = self.view.rank, self.view.size, self.shares
+        if shares is not None and shares[rank] > (equal := sum(shares) // size):
+            self.engine.most = equal
+            why = f"rank {rank} has too little memory for {shares[rank]} of {sum(shares)} parts of a batch"
+            notify(f"{why}; from now on it takes no more than an equal share")
+            raise HorovodInternalError(why) from error
+
+    def _balance(self, measured: Measured) -> None:
         """Change the shares if the workers' times in the step before the last one say so."""
-        change = None if self._balancer is None else self._balancer.observe(worked_ns)
+        change = None if self._balancer is None else self._balancer.observe(measured.worked_ns, measured.most)
         if change is not None:
             self._set_shares(change.shares)
             if self.view.rank == 0:
@@ -223,10 +234,14 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_batch_begin(view)
         began, waited_before = clock.monotonic(), waited.seconds
-        measured = self.engine.step(batch, at, bool(view.stop_reason))
+        try:
+            measured = self.engine.step(batch, at, bool(view.stop_reason))
+        except self.engine.memory_errors as error:
+            self._limit_share(error)
+            raise
         worked = clock.monotonic() - began - waited.seconds + waited_before
         self.engine.worked_ns = int(1e9 * worked) if batch.global_rows == self._batch_size else 0
-        self._balance(measured.worked_ns)
+        self._balance(measured)
         loss = None if self.training.allow_nan_loss else self.engine.metrics.non_finite_loss(measured.sums)
         if loss is not None:  # all workers come here together, and no callback is called any more
             self._caused_divergence = self.engine.has_local_non_finite_loss()

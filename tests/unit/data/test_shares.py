@@ -80,6 +80,13 @@ def test_shares_sum_to_the_batch_and_are_the_same_for_all(data, size, least):
     assert most_rows(rows, size, balancers[0].shares) == max(shares)
 
 
+def test_a_rank_takes_no_more_than_it_has_memory_for():
+    balancer = Balancer(3, 30)
+    for _ in range(6):
+        balancer.observe([30.0, 10.0, 10.0], [0, 0, 11])
+    assert balancer.shares == [5, 14, 11]
+
+
 @pytest.mark.parametrize("unknown", [[1.0, 0.0], [1.0, float("inf")], [1.0, float("nan")], []])
 def test_steps_whose_times_are_unknown_do_not_count(unknown):
     balancer = Balancer(2, 32)

@@ -192,15 +192,18 @@ LONG = 8
 """Epochs of trainings whose shares change."""
 
 
-def in_worker_with_shares(framework: str, data: Path, folder: Path, variant: str | None = None, slow: int = 1) -> Any:
-    """Train with shares by speed; each third worker from `slow` on takes three times as long for a row.
+def in_worker_with_shares(
+    framework: str, data: Path, folder: Path, variant: str | None = None, most: int = BATCH
+) -> Any:
+    """Train with shares by speed; each third worker from the first on takes three times as long for a row.
 
-    Adds the shares that this worker has had to the outcome, and tells of each change.
+    The second has memory for `most` rows. Adds the shares that this worker has had to the outcome, and tells of each change.
     """
     from spark_elastic.ml.training.trainer import Trainer
     from tests.unit.world_link import link
 
-    seconds = SLOW_ROW_S if link().worker % 3 == slow else FAST_ROW_S
+    worker = link().worker
+    seconds = SLOW_ROW_S if worker % 3 == 1 else FAST_ROW_S
     trainings = importlib.import_module(f"tests.unit.ml.{framework}.trainings")
     plain_balance, shares = Trainer._set_shares, []
 
@@ -212,6 +215,8 @@ def in_worker_with_shares(framework: str, data: Path, folder: Path, variant: str
 
         def step(batch: Any, at: Any, stop: bool) -> Any:
             time.sleep(seconds * batch.rows)
+            if worker == 2 and batch.rows > most:
+                raise MemoryError
             return plain_step(trainer.engine, batch, at, stop)
 
         trainer.engine.step = step

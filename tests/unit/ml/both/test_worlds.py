@@ -9,7 +9,7 @@ import pytest
 
 from spark_elastic.data.dataset import Dataset
 from tests.nightly import by_night
-from tests.unit.ml.in_worlds import EPOCHS, LONG, STEPS_AN_EPOCH, close, in_worker_with_shares, kill_and_add
+from tests.unit.ml.in_worlds import BATCH, EPOCHS, LONG, STEPS_AN_EPOCH, close, in_worker_with_shares, kill_and_add
 from tests.unit.worlds import WorldDriver, together
 
 FIRST, LAST = 1, 3
@@ -120,6 +120,18 @@ def test_slow_worker_takes_fewer_rows_and_changes_nothing(framework, variant, da
     equal, slow, *_ = results[0]["shares"]
     assert equal is None
     assert slow[0] <= 4 < min(slow[1:])
+
+
+def test_worker_without_memory_for_more_rows_takes_no_more_than_an_equal_share(
+    framework, data, tmp_path, long_undisturbed
+):
+    equal = BATCH // 3
+    for result in together(in_worker_with_shares, framework.name, data, tmp_path, None, equal, count=3):
+        framework.trainings.assert_as_undisturbed(result, tmp_path, long_undisturbed)
+        first, tried, again, then, *_ = result["shares"]
+        assert (first, again) == (None, None)
+        assert tried[1] > equal
+        assert then[0] < then[1] <= equal < then[2]
 
 
 @pytest.mark.parametrize("seed", by_night(range(8), but=[0]))
