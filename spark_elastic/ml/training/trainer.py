@@ -89,6 +89,7 @@ class Trainer:
         self._readers: dict[str, BatchReader] = {}
         self._balancer: Balancer | None = None
         self.shares: Shares = None
+        self._step_s = 0.0  # the time of the last step
         self._begun = False
         self._save_timeout_s = save_timeout_s(os.environ)
         self._result_writer: ResultWriter | None = None  # set once this worker was rank 0 at the end of the training
@@ -233,14 +234,16 @@ class Trainer:
             self.engine.seed_callbacks(CallbackEvent.BATCH_BEGIN, at.epoch, at.position)
         for callback in self.callbacks:
             callback.on_batch_begin(view)
-        began, waited_before = clock.monotonic(), waited.seconds
+        began, waited_before, last_s = clock.monotonic(), waited.seconds, self._step_s
         try:
             measured = self.engine.step(batch, at, bool(view.stop_reason))
         except self.engine.memory_errors as error:
             self._limit_share(error)
             raise
-        worked = clock.monotonic() - began - waited.seconds + waited_before
-        self.engine.worked_ns = int(1e9 * worked) if batch.global_rows == self._batch_size else 0
+        self._step_s = clock.monotonic() - began
+        worked_s = self._step_s - waited.seconds + waited_before
+        self.engine.worked_ns = int(1e9 * worked_s) if batch.global_rows == self._batch_size else 0
+        view.note_step(last_s, measured.worked_ns)
         self._balance(measured)
         loss = None if self.training.allow_nan_loss else self.engine.metrics.non_finite_loss(measured.sums)
         if loss is not None:  # all workers come here together, and no callback is called any more

@@ -197,7 +197,7 @@ def in_worker_with_shares(
 ) -> Any:
     """Train with shares by speed; each third worker from the first on takes three times as long for a row.
 
-    The second has memory for `most` rows. Adds the shares that this worker has had to the outcome, and tells of each change.
+    The second has memory for `most` rows. Adds the shares that this worker has had to the outcome, and tells of each.
     """
     from spark_elastic.ml.training.trainer import Trainer
     from tests.unit.world_link import link
