@@ -120,7 +120,7 @@ def fit(folder: Path, schedule: str, balance: str, workers: int, row_s: float) -
 
 def throughput(steps: list[float], first: int, last: int) -> float:
     """Return the speed of steps `first` to `last` as a percentage of that before the first change."""
-    return 100 * statistics.mean(steps[SETTLED:SLOW]) / statistics.mean(steps[first:last])
+    return 100 * statistics.median(steps[SETTLED:SLOW]) / statistics.median(steps[first:last])
 
 
 def main() -> None:
@@ -148,8 +148,8 @@ def main() -> None:
         for balance, runs in by_balance.items():
             title = f"{schedule}, {balance}: "
             if schedule == "noise":
-                means = [1e3 * statistics.mean(steps[SETTLED:]) for steps in runs]
-                series.append(Series(title + "mean step", means, "ms"))
+                usual = [1e3 * statistics.median(steps[SETTLED:]) for steps in runs]
+                series.append(Series(title + "median step", usual, "ms"))
                 continue
             slow = [throughput(steps, SLOW + SETTLED, FAST) for steps in runs]
             series.append(Series(title + "throughput while slow", slow, "%"))

@@ -31,9 +31,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Waited:
-    """The seconds that this process has waited for collectives."""
+    """The seconds that this process has waited for collectives; `with_gpu`: also for its own GPU, within NCCL's."""
 
     seconds = 0.0
+    with_gpu = False
 
 
 waited = Waited()
@@ -153,9 +154,11 @@ class Group:
             self.wait(work.inner)
             work.copy_back()
             return
+        way = getattr(work, "way", self.gloo)  # a work of torch's names no way: it is Gloo's
+        waited.with_gpu = waited.with_gpu or way is self.nccl
         began = clock.monotonic()
         try:
-            getattr(work, "way", self.gloo).wait(work)  # a work of torch's names no way: it is Gloo's
+            way.wait(work)
         finally:
             waited.seconds += clock.monotonic() - began
 

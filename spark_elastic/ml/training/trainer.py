@@ -242,7 +242,8 @@ class Trainer:
             raise
         self._step_s = clock.monotonic() - began
         worked_s = self._step_s - waited.seconds + waited_before
-        self.engine.worked_ns = int(1e9 * worked_s) if batch.global_rows == self._batch_size else 0
+        counts = batch.global_rows == self._batch_size and not waited.with_gpu
+        self.engine.worked_ns = int(1e9 * worked_s) if counts else 0
         view.note_step(last_s, measured.worked_ns)
         self._balance(measured)
         loss = None if self.training.allow_nan_loss else self.engine.metrics.non_finite_loss(measured.sums)
