@@ -187,7 +187,7 @@ def kill_and_add(driver: WorldDriver, chance: random.Random, start: Callable[[],
 
 # --- shares by speed ----------------------------------------------------------------------------------
 
-FAST_ROW_S, SLOW_ROW_S = 1e-3, 3e-3
+FAST_ROW_S, SLOW_ROW_S = 2e-3, 6e-3
 LONG = 8
 """Epochs of trainings whose shares change."""
 

