@@ -69,6 +69,11 @@ def test_trained_weights_depend_on(name: str, framework: Any, fit: Any, plain: A
     assert framework.estimators.weights_of(model) != framework.estimators.weights_of(plain)
 
 
+def test_shares_by_speed_are_a_setting_of_the_training(fit: Any) -> None:
+    _, made = fit(balance="auto", epochs=1)
+    assert made.training.balance == "auto"
+
+
 def test_verbose_prints_a_line_for_each_epoch(fit: Any, capsys: pytest.CaptureFixture[str]) -> None:
     fit(verbose=1)
     assert capsys.readouterr().out.count("epoch ") == 2
