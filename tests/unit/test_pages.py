@@ -123,7 +123,7 @@ def _listed(piece: str) -> bool:
 
 
 def names_of(package: str) -> set[str]:
-    """Return the names that a package of the frontends lists, with those of the modules that it exports as a whole."""
+    """Return the names that a framework's package lists, with those of the modules that it exports as a whole."""
     folder = ROOT / "spark_elastic" / package
     paths = [folder.with_suffix(".py"), *(folder / name for name in ("__init__.py", "operations.py"))]
     trees = [ast.parse(path.read_text()) for path in paths if path.exists()]

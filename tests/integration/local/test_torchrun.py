@@ -43,7 +43,7 @@ def assert_trained_as_undisturbed(folder):
 
 
 def worlds(job):
-    return [record for record in job.events() if isinstance(record, WorldStarted)]
+    return [record for record in job.timeline() if isinstance(record, WorldStarted)]
 
 
 def test_a_killed_program_resumes_from_its_own_checkpoint(start_job, tmp_path):
