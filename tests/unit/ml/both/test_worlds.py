@@ -98,6 +98,7 @@ SHARED = [
         for name in (None, "accumulation", "batch normalisation", "metrics with states", "class weights")
     ),
     ("torch", "rare sparse gradients"),
+    ("torch", "rows in windows, in parts"),
     *(("keras", name) for name in (None, "two outputs", "parts, bounds and another seed", "divided by sample weights")),
 ]
 """Trainings whose results must not depend on the shares."""
