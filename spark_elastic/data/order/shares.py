@@ -181,8 +181,9 @@ def _grouped(times: Sequence[float], most: float) -> list[float]:
     ranks = sorted(range(len(times)), key=times.__getitem__)
     while ranks:
         group = [rank for rank in ranks if times[rank] <= most * times[ranks[0]]]
+        mean = math.fsum(times[rank] for rank in group) / len(group)
         for rank in group:
-            grouped[rank] = math.fsum(times[each] for each in group) / len(group)
+            grouped[rank] = mean
         ranks = ranks[len(group) :]
     return grouped
 
