@@ -30,7 +30,7 @@ BestMode: TypeAlias = Literal["auto", "min", "max"]
 OutputType: TypeAlias = Literal["array", "vector"]
 HandleInvalid: TypeAlias = Literal["error", "skip", "keep"]
 PredictionRule: TypeAlias = Literal[
-    "auto", "argmax", "value", "binary_logit", "binary_probability", "argmax_probability"
+    "auto", "argmax", "value", "sign", "binary_logit", "binary_probability", "argmax_probability"
 ]
 
 _OWN_SETTINGS = (
@@ -342,7 +342,7 @@ class OutputParams(ElasticParams):
     """Output: the columns that `transform` adds."""
 
     output_cols, getOutputCols, setOutputCols = setting(
-        "names of the columns with the model's outputs: a double or integer if there is one value per row, an array "
+        "names of the columns with the model's outputs: a double or integer for an output [rows], an array "
         "otherwise. []: none. Default: 'output', or 'output_0', 'output_1', ...",
         to.names_or_none,
     )
@@ -358,8 +358,8 @@ class OutputParams(ElasticParams):
     )
     prediction, getPrediction, setPrediction = setting(
         "rule for the prediction from the first output: 'argmax', 'argmax_probability' (of probabilities), 'value', "
-        "'binary_logit' (1 above 0) or 'binary_probability' (1 above 0.5). 'auto': that of the loss, or the value if "
-        "there is one per row, or none.",
+        "'sign' (-1 or 1), 'binary_logit' (1 above 0) or 'binary_probability' (1 above 0.5). 'auto': that of the loss, "
+        "or the value if there is one per row, or none.",
         to.one_of(*get_args(PredictionRule)),
         default="auto",
     )
@@ -395,10 +395,9 @@ class OutputParams(ElasticParams):
         "threads of each Python worker in transform.", to.whole(at_least=1), 1
     )
     transform_device, getTransformDevice, setTransformDevice = setting(
-        "device of the model in transform: 'cpu', 'cuda:0', ...; 'cuda': the task's GPU, or one that it sees; 'auto': "
-        "the same, else the CPU.",
+        "device of the model in transform: 'cpu', 'cuda:0', ...; 'cuda': the task's GPU; 'auto': that, else the CPU.",
         to.text,
-        "cpu",
+        "auto",
     )
 
     def _check_together(self) -> None:

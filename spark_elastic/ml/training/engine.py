@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from spark_elastic.elastic.state import ElasticState
 from spark_elastic.errors import UsageError
 from spark_elastic.ml.training.spec import Piece, Progress, Sums, Training, add_sums
 
-_RANKS = 16
+_RANKS = 8
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -102,6 +102,7 @@ class Engine(ABC):
     updating: bool = False  # the optimizer has begun to change parameters, and has not finished
     gathers: bool = False  # the pieces that `measure` returns have to be gathered from all workers
     memory_errors: tuple[type[Exception], ...] = (MemoryError, torch.OutOfMemoryError)
+    balances: bool = True  # its time can be measured, and it reads no batch before the step before is done
     has_own_statistics: bool = False  # a layer computes statistics over this worker's rows of a batch
 
     def __init__(self, training: Training, model: Any, optimizer: Any, best: Any, metrics: MetricAccumulator) -> None:
@@ -155,6 +156,10 @@ class Engine(ABC):
 
     def begin_steps(self) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
         """Put the model into training mode."""
+
+    def ahead(self, batches: Iterator[Batch], rows: int) -> Iterator[Batch]:
+        """Return the batches of an epoch of `rows` rows for `step`, which may read the next one meanwhile."""
+        return batches
 
     @abstractmethod
     def step(self, batch: Batch, at: Progress, stop: bool) -> Measured:

@@ -223,7 +223,7 @@ class Trainer:
         # Closed at once: the caller may keep the error of a failed step, and with its traceback this generator, whose
         # read-ahead threads would never end.
         with closing(reader.epoch(state.at.epoch, state.at.position, batch_size=self._batch_size)) as batches:
-            for batch in batches:
+            for batch in self.engine.ahead(batches, reader.rows):
                 self._step(batch, last=batch.stop >= reader.rows)
                 if state.at.phase is not TrainingPhase.TRAIN:
                     return
@@ -242,7 +242,7 @@ class Trainer:
             raise
         self._step_s = clock.monotonic() - began
         worked_s = self._step_s - waited.seconds + waited_before
-        counts = batch.global_rows == self._batch_size and not waited.with_gpu
+        counts = batch.global_rows == self._batch_size and self.engine.balances
         self.engine.worked_ns = int(1e9 * worked_s) if counts else 0
         view.note_step(last_s, measured.worked_ns)
         self._balance(measured)
