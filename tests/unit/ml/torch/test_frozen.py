@@ -115,8 +115,9 @@ def in_worker(texts: Dataset, folder: Path) -> dict[str, Any]:
         launch = getattr(Group, kind)
 
         def launched(self: Group, tensor: torch.Tensor, op: Any, *fill: Any) -> Any:
-            sent["gradients" if fill else f"{kind} {tensor.dtype}"] += tensor.nbytes
-            sent["buckets"] += bool(fill)
+            of_step = kind == "allreduce" and bool(fill)
+            sent["gradients" if of_step else f"{kind} {tensor.dtype}"] += tensor.nbytes
+            sent["buckets"] += of_step
             return launch(self, tensor, op, *fill)
 
         setattr(Group, kind, launched)
