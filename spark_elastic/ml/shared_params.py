@@ -215,7 +215,7 @@ class ClusterParams(ElasticParams):
     """Workers, elasticity and printed progress."""
 
     num_proc, getNumProc, setNumProc = setting(
-        "workers to start with. Default: the task slots of the cluster.", to.whole(at_least=1)
+        "workers to start with. Default: the task slots, or the bounds of dynamic allocation.", to.whole(at_least=1)
     )
     min_num_proc, getMinNumProc, setMinNumProc = setting(
         "fewest workers to continue with. Default: num_proc.", to.whole(at_least=1)
