@@ -74,7 +74,7 @@ class ElasticKerasModel(ElasticModel):
 
     def _predictor(self) -> Callable[[], Predictor]:
         pickled = KerasPickle.of(self.keras_model, self._custom_objects)
-        return partial(_load_predictor, pickled, self._given("transform_device"), self._given("transform_threads"))
+        return partial(_load_predictor, pickled, *self._computing())
 
     def _own_predictor(self) -> Predictor:
         model = self.keras_model
