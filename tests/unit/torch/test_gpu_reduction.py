@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any, ClassVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
