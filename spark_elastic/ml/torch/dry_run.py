@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import check_one_best
+from spark_elastic.ml.model_function import FORM
 from spark_elastic.ml.params import as_list
 from spark_elastic.ml.torch.building import built, subject
 from spark_elastic.ml.torch.engine import objective_of, single_row_norm
@@ -27,7 +28,7 @@ from spark_elastic.ml.torch.fidelity import differences
 from spark_elastic.ml.torch.loss_checks import broadcast_is_an_error, check_losses, check_metrics
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model import TorchPredictor
-from spark_elastic.ml.torch.model_function import FORM, ModelFunction
+from spark_elastic.ml.torch.model_function import ModelFunction
 from spark_elastic.ml.torch.model_step import ForwardResult, LoggedName, ModelStep, StepPosition, TorchBatch
 from spark_elastic.ml.torch.objective import BatchMaker, Objective, rule
 from spark_elastic.ml.torch.serialization import trained_copy, weights_to_bytes

@@ -12,12 +12,13 @@ from spark_elastic.ml.callbacks import Callback, check_kinds
 from spark_elastic.ml.fingerprint import described
 from spark_elastic.ml.fit import FitRun
 from spark_elastic.ml.fitted import Fitted
+from spark_elastic.ml.model_function import FORM, Shapes, takes_shapes
 from spark_elastic.ml.params import as_list
 from spark_elastic.ml.torch import objective, serialization
 from spark_elastic.ml.torch.building import initialize, input_shapes, lazy_names
 from spark_elastic.ml.torch.dry_run import dry_run
 from spark_elastic.ml.torch.model import ElasticTorchModel
-from spark_elastic.ml.torch.model_function import FORM, ModelFunction, Shapes, takes_shapes
+from spark_elastic.ml.torch.model_function import ModelFunction
 from spark_elastic.ml.torch.model_step import ModelStep, model_step_of
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining, check_parameters
 from spark_elastic.ml.torch.train import train
