@@ -18,6 +18,12 @@ Shapes = tuple[tuple[int, ...], ...]
 """The shape of each input as the model gets it. The first axis, the rows of a batch, is -1."""
 
 
+def is_function(given: Any) -> bool:
+    """Return whether a setting is a function or class, and no layer, module or other object of a framework."""
+    frameworks = ("torch.", "keras.", "tf_keras.")
+    return callable(given) and not any(each.__module__.startswith(frameworks) for each in type(given).__mro__)
+
+
 def call(function: Callable[..., Any], shapes: Shapes, kind: type, kind_name: str) -> Any:
     """Return the model that a function makes. Raise InvalidSettingsError if it raises, or returns something else."""
     name, arguments = name_of(function), (list(shapes),) if takes_shapes(function) else ()

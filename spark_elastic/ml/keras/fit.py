@@ -26,7 +26,7 @@ from spark_elastic.ml.keras.serialization import comparable_config, fill
 from spark_elastic.ml.keras.spec import MODEL_FILE, KerasTraining
 from spark_elastic.ml.keras.tensorflow_setup import ENV, NEEDED, device_name, global_config
 from spark_elastic.ml.keras.train import train
-from spark_elastic.ml.model_function import FORM, name_of, takes_shapes
+from spark_elastic.ml.model_function import FORM, is_function, name_of, takes_shapes
 from spark_elastic.ml.preparation import (
     FLOAT,
     INPUT,
@@ -67,7 +67,7 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
         if self._model is not None:
             self._check_model()
             compiling.check_takes_any_rows(self._model)
-        elif not callable(given) or isinstance(given, keras.layers.Layer) or _is_keras_2(given):
+        elif not is_function(given):
             raise InvalidSettingsError(_no_model(given))
         else:
             takes_shapes(given)  # raises if it takes more
@@ -253,15 +253,11 @@ def _no_model(given: Any) -> str:
     if given is None:
         return "model is not set"
     kind = type(given)
-    if _is_keras_2(given):
+    if any(each.__module__.startswith("tf_keras") for each in kind.__mro__):
         return "model is of Keras 2 (tf_keras), and this trains those of Keras 3: import keras instead"
     hint = f"; keras.saving.load_model({given!r}) loads one" if str(given).endswith(".keras") else ""
     hint = hint or f"; or a function that returns one: {FORM}"
     return f"model must be a keras.Model, not {given!r:.200} ({kind.__module__}.{kind.__name__}){hint}"
-
-
-def _is_keras_2(given: Any) -> bool:
-    return any(each.__module__.startswith("tf_keras") for each in type(given).__mro__)
 
 
 def _renumbered(dataset: Dataset, order: Sequence[int]) -> Dataset:

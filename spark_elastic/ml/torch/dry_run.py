@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
@@ -39,7 +38,7 @@ from spark_elastic.ml.training.engine import first_rows
 from spark_elastic.reporting.history import FACTS
 from spark_elastic.runs.tensors import detached
 from spark_elastic.torch.elastic.state import note_step
-from spark_elastic.torch.sync_batch_norm import unconverted
+from spark_elastic.torch.sync_batch_norm import is_batch_norm, unconverted
 
 log = logging.getLogger("spark_elastic.ml")
 
@@ -71,8 +70,8 @@ def dry_run(
         if training.sync_batch_norm:
             common.warn_of_local_batch_statistics(
                 unconverted(given.model),
-                "the class overrides forward",
-                "Use torch.nn.BatchNorm1d, 2d or 3d, or set sync_batch_norm=False",
+                "layers that are scripted, or whose class overrides forward, cannot be converted",
+                "Use torch.nn.BatchNorm1d, 2d or 3d in a model that is not scripted, or set sync_batch_norm=False",
             )
         _check_copy(training, copied)
         batch = first_rows(copied, common.ROWS)
@@ -226,7 +225,7 @@ def _check_forward_changes(
 
 def _own_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the dense buffers of a model but those of batch normalisation, which `unconverted` returns."""
-    modules = [(name, each) for name, each in model.named_modules() if not isinstance(each, _BatchNorm)]
+    modules = [(name, each) for name, each in model.named_modules() if not is_batch_norm(each)]
     return {
         f"{prefix}.{name}" if prefix else name: value
         for prefix, module in modules

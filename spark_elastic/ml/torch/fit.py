@@ -12,7 +12,7 @@ from spark_elastic.ml.callbacks import Callback, check_kinds
 from spark_elastic.ml.fingerprint import described
 from spark_elastic.ml.fit import FitRun
 from spark_elastic.ml.fitted import Fitted
-from spark_elastic.ml.model_function import FORM, Shapes, takes_shapes
+from spark_elastic.ml.model_function import FORM, Shapes, is_function, takes_shapes
 from spark_elastic.ml.params import as_list
 from spark_elastic.ml.torch import objective, serialization
 from spark_elastic.ml.torch.building import initialize, input_shapes, lazy_names
@@ -88,7 +88,7 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
             return
         if model is None:
             raise InvalidSettingsError("model is not set")
-        if not callable(model):
+        if not is_function(model):
             raise InvalidSettingsError(
                 f"model must be a torch.nn.Module, not {model!r}; or a function that returns one: {FORM}"
             )

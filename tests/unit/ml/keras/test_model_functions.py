@@ -17,6 +17,7 @@ import numpy as np
 import pandas
 import pytest
 import tensorflow as tf
+import torch
 
 from spark_elastic import ElasticKerasEstimator, load_module
 from spark_elastic.data.dataset import Dataset, pack
@@ -294,6 +295,7 @@ def holding(lock: Any) -> Any:
         ({"model": other_width}, "is incompatible with the layer"),
         ({"model": holding(threading.Lock())}, "model=holding.* cannot be sent to the workers: .* within the function"),
         ({"model": keras.layers.Dense(3)}, "model must be a keras.Model, not <Dense .* a function that returns one"),
+        ({"model": torch.nn.Linear(6, 3)}, r"model must be a keras.Model, not Linear\("),
         ({"model": lambda: make_net(), "loss": ["mse"] * 2}, "2 losses for the 1 outputs of the model"),
     ],
     ids=str,

@@ -221,6 +221,22 @@ def test_exact_training_of_a_function_does_not_depend_on_the_draws_before(datase
     assert weights_of(estimator(**chosen).from_dataset_path(dataset)) == first
 
 
+def normed(wrap: Any) -> Any:
+    return lambda: wrap(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
+
+
+@pytest.mark.parametrize("wrap", [torch.jit.script, lambda net: torch.jit.trace(net, torch.zeros(4, 6))])
+def test_scripted_batch_norm_is_warned_of_by_its_name_once(wrap: Any, dataset: Dataset, caplog: Any) -> None:
+    changes: dict[str, Any] = {"model": normed(wrap), "optimizer": torch.optim.SGD, "epochs": 1}
+    estimator(**changes).from_dataset_path(dataset)
+    (said,) = [each.getMessage() for each in caplog.records if "batch statistics" in each.getMessage()]
+    assert "1 (scripted BatchNorm1d) are not synchronised, because layers that are scripted, or" in said
+    assert "Use torch.nn.BatchNorm1d, 2d or 3d in a model that is not scripted, or set sync_batch_norm=False" in said
+    caplog.clear()
+    estimator(**changes, sync_batch_norm=False).from_dataset_path(dataset)
+    assert "batch statistics" not in caplog.text
+
+
 # --- refused before workers start ---------------------------------------------------------------------
 
 
