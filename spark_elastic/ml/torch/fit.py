@@ -23,6 +23,7 @@ from spark_elastic.ml.torch.model_step import ModelStep, model_step_of
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining, check_parameters
 from spark_elastic.ml.torch.train import train
 from spark_elastic.runs.trust import trusted_files
+from spark_elastic.wire.pickling import round_trip
 
 
 class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
@@ -164,5 +165,6 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
         model, given = ElasticTorchModel(), self.training.model
         with trusted_files():  # written by the workers of this fit
             module = serialization.trained_copy(given, self.trained.read(MODEL_FILE))
-        model._attach(module, fitted, given if isinstance(given, ModelFunction) else None)
+        # a copy, because what the function refers to may change later, as in a notebook
+        model._attach(module, fitted, round_trip(given) if isinstance(given, ModelFunction) else None)
         return model

@@ -198,8 +198,10 @@ def test_columns_go_to_the_inputs_of_their_names(make: Any, tmp_path: Path) -> N
 
 
 def test_function_gets_the_shapes_that_the_model_sees(dataset: Dataset) -> None:
+    units = 3
+
     def make(shapes: Any) -> Any:
-        return keras.Sequential([keras.layers.Dense(3, name=f"from_{'_'.join(map(str, shapes[0][1:]))}")])
+        return keras.Sequential([keras.layers.Dense(units, name=f"from_{'_'.join(map(str, shapes[0][1:]))}")])
 
     def wider(columns: dict[str, Any]) -> dict[str, Any]:
         return {**columns, "features_0": np.concatenate([columns["features_0"]] * 2, axis=1)}
@@ -207,6 +209,8 @@ def test_function_gets_the_shapes_that_the_model_sees(dataset: Dataset) -> None:
     fitted = estimator(model=make, transformation_fn=wider, inference_fn=wider, epochs=1).from_dataset_path(dataset)
     assert fitted.keras_model.layers[0].name == "from_12"
     assert fitted.keras_model.count_params() == 39
+    units = 4  # what the function refers to may change later
+    assert fitted._predictor().args[0].load().count_params() == 39
 
 
 def drawn(shapes: Any) -> Any:

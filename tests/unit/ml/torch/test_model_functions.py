@@ -173,6 +173,14 @@ def test_function_gets_the_shapes_that_the_model_sees(tmp_path: Path) -> None:
     assert model.module.in_features == 12
 
 
+def test_fitted_model_keeps_what_the_function_referred_to(dataset: Dataset) -> None:
+    width = 5
+    made = estimator(model=lambda: nn.Sequential(nn.Linear(6, width), nn.Linear(width, 3)), optimizer=torch.optim.SGD)
+    fitted = made.from_dataset_path(dataset)
+    width = 9
+    assert_same(fitted, fitted.module, dataset)
+
+
 def drawn() -> nn.Module:
     return nn.Linear(6, 3)
 
