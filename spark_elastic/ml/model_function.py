@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,14 +64,21 @@ def takes_shapes(function: Callable[..., Any]) -> bool:
     return bool(needed)
 
 
+_seeding = threading.RLock()
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the random numbers of Python and numpy within the block, and put them back after it."""
-    before = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
+    """Seed the random numbers of Python and numpy within the block, and put them back after it.
+
+    One thread at a time: the fits of a CrossValidator call functions in several.
+    """
+    with _seeding:
+        before = random.getstate(), np.random.get_state()
+        random.seed(seed)
+        np.random.seed(seed % (1 << 32))
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])

@@ -87,25 +87,27 @@ class KerasFunction:
     @contextlib.contextmanager
     def _first_call(self) -> Iterator[None]:
         """Restore within the block what Keras and random numbers were at the first call."""
+        import keras
         import tensorflow as tf
         from keras.src.backend.common import global_state
         from tensorflow.python.eager.context import context
 
-        settings, of_tensorflow = global_config(), context()
-        of_keras = {name: global_state.get_global_attribute(name) for name in (_NAMES, _GENERATOR)}
-        drawn = {name: vars(of_tensorflow)[name] for name in ("_seed", "_rng") if name in vars(of_tensorflow)}
-        set_global_config(self.config)
-        global_state.set_global_attribute(_NAMES, collections.defaultdict(int, self.names))
-        global_state.set_global_attribute(_GENERATOR, None)
-        tf.random.set_seed(self.seed)
-        try:
-            with seeded(self.seed):
+        with seeded(self.seed):
+            settings = {**global_config(), "dtype_policy": keras.config.dtype_policy()}
+            of_tensorflow = context()
+            of_keras = {name: global_state.get_global_attribute(name) for name in (_NAMES, _GENERATOR)}
+            drawn = {name: vars(of_tensorflow)[name] for name in ("_seed", "_rng") if name in vars(of_tensorflow)}
+            try:
+                set_global_config(self.config)
+                global_state.set_global_attribute(_NAMES, collections.defaultdict(int, self.names))
+                global_state.set_global_attribute(_GENERATOR, None)
+                tf.random.set_seed(self.seed)
                 yield
-        finally:
-            vars(of_tensorflow).update(drawn)
-            for name, value in of_keras.items():
-                global_state.set_global_attribute(name, value)
-            set_global_config(settings)
+            finally:
+                vars(of_tensorflow).update(drawn)
+                for name, value in of_keras.items():
+                    global_state.set_global_attribute(name, value)
+                set_global_config(settings)
 
 
 _NAMES, _GENERATOR = "object_name_uids", "global_seed_generator"

@@ -46,10 +46,10 @@ class ModelFunction:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed torch's random numbers on the CPU, Python's and numpy's within the block, and put them back after it."""
-    before = torch.random.get_rng_state()
-    torch.default_generator.manual_seed(seed)
-    try:
-        with model_function.seeded(seed):
+    with model_function.seeded(seed):
+        before = torch.random.get_rng_state()
+        torch.default_generator.manual_seed(seed)
+        try:
             yield
-    finally:
-        torch.random.set_rng_state(before)
+        finally:
+            torch.random.set_rng_state(before)
