@@ -25,7 +25,7 @@ from tests.integration.network import Network, why_unavailable
 
 
 class FixedLink:
-    """The least that the frontend needs of a job: a world, and a key-value store.
+    """The least that collectives need of a job: a world, and a key-value store.
 
     Args:
         addresses: of all members in the order of their ranks; equal ones are on one host, and next to one another.

@@ -10,6 +10,7 @@ as it is written by hand around TorchDistributor: rows to Parquet, read whole by
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import shutil
 import statistics
@@ -30,10 +31,13 @@ AROUND_S, AROUND_SECOND_S = 2.0, 1.0
 """What a fit may take besides its epochs: the first one, and another one of the session that keeps workers."""
 
 
-def make_net() -> Any:
+def make_net(*hidden: int) -> Any:
+    """Return an MLP of 20 numbers and two classes with these widths between them, 256 and 256 if none are given."""
     from torch import nn
 
-    return nn.Sequential(nn.Linear(20, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 2))
+    widths = (20, *(hidden or (256, 256)))
+    layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], 2))
 
 
 def table(spark: Any, rows: int, seed: int) -> Any:

@@ -197,7 +197,7 @@ def main() -> None:
                 print(f"\r{size}: {number + 1}/{repeat}", end="", file=sys.stderr, flush=True)
             log.read()
             figures.lost_steps += log.lost_steps()
-            rounds = sum(isinstance(record, WorldStarted) for record in job.events())
+            rounds = sum(isinstance(record, WorldStarted) for record in job.timeline())
             figures.false_evictions += rounds - 1 - 2 * repeat
     silent = (None, None, HEARTBEAT_TIMEOUT_S * 1000 + 500)
     limits = {"worker": (150.0, 500.0, None), "executor": (None, None, None), "stop": silent, "link": silent}

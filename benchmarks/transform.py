@@ -32,7 +32,11 @@ STREAMED = 10
 """Micro-batches of the stream."""
 
 
-def make_model(framework: str = "torch") -> Any:
+HIDDEN = {"20-64-2": (64,), "20-512-512-2": (512, 512)}
+"""Widths of the hidden layers of the nets that are put to `predict_batch_udf`."""
+
+
+def make_model(framework: str = "torch", module: Any = None, probabilities: bool = True) -> Any:
     from spark_elastic import ElasticKerasModel, ElasticTorchModel
     from spark_elastic.data.manifest import TensorField
     from spark_elastic.ml.added_columns import OutputShape
@@ -41,8 +45,8 @@ def make_model(framework: str = "torch") -> Any:
     inputs = (TensorField("features_0", tuple(COLUMNS), "<f4", (20,)),)
     fitted = Fitted(inputs, (OutputShape("<f4", (2,)),), "argmax")
     model = ElasticTorchModel() if framework == "torch" else ElasticKerasModel()
-    model._attach(make_net() if framework == "torch" else make_keras_net(), fitted)
-    return model
+    model._attach(module or (make_net() if framework == "torch" else make_keras_net()), fitted)
+    return model if probabilities else model._set(probability_col=None, raw_prediction_col=None)
 
 
 def rows_per_second(df: Any, count: int) -> float:
@@ -109,6 +113,50 @@ def by_the_row(df: Any, module: Any) -> Any:
     return df.sparkSession.createDataFrame(df.rdd.mapPartitions(predict), schema)
 
 
+def by_hand(df: Any, module: Any) -> Any:
+    """Add the columns of `transform` but those of class probabilities, by Spark's `predict_batch_udf`."""
+    from pyspark.ml.functions import predict_batch_udf
+    from pyspark.sql import functions as F
+    from pyspark.sql.types import ArrayType, DoubleType, FloatType, StructField, StructType
+
+    def load() -> Any:
+        import torch
+
+        torch.set_num_threads(1)
+        net = module.eval()
+
+        def predict(inputs: Any) -> Any:
+            with torch.no_grad():
+                output = net(torch.from_numpy(inputs)).numpy()
+            return {"output": output, "prediction": output.argmax(1).astype("float64")}
+
+        return predict
+
+    added = StructType([StructField("output", ArrayType(FloatType())), StructField("prediction", DoubleType())])
+    predict = predict_batch_udf(load, return_type=added, batch_size=4096, input_tensor_shapes=[[len(COLUMNS)]])
+    return df.withColumn("added", predict(F.array(*COLUMNS))).select("*", "added.*").drop("added")
+
+
+def beside_udf(df: Any, rows: int, repeat: int) -> dict[str, list[float]]:
+    """Return rows a second by net and contender, measured in turns."""
+    found: dict[str, list[float]] = {}
+    for name, hidden in HIDDEN.items():
+        module = make_net(*hidden)
+        contenders = {
+            f"transform, {name}": make_model(module=module, probabilities=False).transform(df),
+            f"with probabilities, {name}": make_model(module=module).transform(df),
+            f"predict_batch_udf, {name}": by_hand(df, module),
+        }
+        for turn in range(repeat + 1):
+            for contender, result in contenders.items():
+                speed = rows_per_second(result, rows)
+                if turn:  # the first turn loads the model
+                    found.setdefault(contender, []).append(speed)
+        ours, with_classes, peer = (statistics.median(found[each]) for each in contenders)
+        print(f"{name}: transform / predict_batch_udf {ours / peer:.2f}; with probabilities {with_classes / ours:.2f}")
+    return found
+
+
 def main() -> None:
     arguments = parser(__doc__, repeat=5)
     arguments.add_argument("--rows", type=int, default=1_000_000)
@@ -133,6 +181,7 @@ def main() -> None:
             theirs.append(rows_per_second(by_the_row(few, module), args.peer_rows))
         stream, in_batch = table(cluster.spark, STREAMED * args.rows // 20, 3), args.rows // 20
         in_stream = micro_batches(stream, model, STREAMED)
+        beside = beside_udf(df, args.rows, repeat) if args.framework == "torch" else {}
     alone = [model_alone(model, 1.0) for _ in range(repeat)]
     ratio = statistics.median(ours) / statistics.median(theirs)
     print(
@@ -152,6 +201,7 @@ def main() -> None:
         Series("the model alone, one core", alone, "rows/s"),
         Series(f"micro-batch of {in_batch:,} rows", in_stream, "ms"),
         *([Series("Horovod's TorchModel", of_horovod, "rows/s")] if of_horovod else []),
+        *(Series(name, speeds, "rows/s") for name, speeds in beside.items()),
         raw={"transform": ours, "row at a time": theirs, "Horovod": of_horovod, "alone": alone, "stream": in_stream},
     )
 

@@ -140,7 +140,7 @@ def watch(job, diaries: Path) -> dict:
     shown, killed = 0, {}
     while not job.done():
         time.sleep(0.1)
-        for record in job.events()[shown:]:
+        for record in job.timeline()[shown:]:
             shown += 1
             say(str(record))
         if not killed and (victim := half_way(read(diaries))):

@@ -20,13 +20,7 @@ if TYPE_CHECKING:
     from spark_elastic.jobs.driver_callbacks import DriverCallback, DriverResult, DriverRun
     from spark_elastic.jobs.job import ElasticJob
     from spark_elastic.jobs.run import run, run_async
-    from spark_elastic.ml.callbacks import (
-        BestCheckpoint,
-        Callback,
-        EarlyStopping,
-        HistoryLogger,
-        LambdaCallback,
-    )
+    from spark_elastic.ml.callbacks import BestCheckpoint, Callback, EarlyStopping, HistoryLogger, LambdaCallback
     from spark_elastic.ml.keras.estimator import ElasticKerasEstimator
     from spark_elastic.ml.keras.model import ElasticKerasModel
     from spark_elastic.ml.load_module import load_module

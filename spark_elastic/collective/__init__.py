@@ -1,4 +1,4 @@
-"""Collectives among the processes of a world; the frameworks' frontends are built on them.
+"""Collectives among the processes of a world; the frameworks' packages are built on them.
 
 `world.connect` makes the `group` of a world; `process` has this process's position and its groups, `process_sets` the
 groups of chosen ranks. A call goes through these modules: `operations` (and `allreduce`, `objects`) has the

@@ -20,10 +20,9 @@ from spark_elastic.errors import UsageError
 
 
 class Handle:
-    """A collective that was called. Each call of `wait`, or of the handle, returns its result or raises its error.
+    """A collective that was called; `wait`, or a call of the handle, returns its result or raises its error.
 
-    It has the members (None: a world of one), the operations that were launched for it, and the function that makes its
-    result once they are complete; or the pending call, which has both once the members have agreed.
+    It has the launched operations and what makes their result, or the call that members have not agreed on yet.
     """
 
     __slots__ = ("_error", "_finish", "_group", "_pending", "_result", "_works")
@@ -83,20 +82,12 @@ class Handle:
 
 
 def poll(handle: Handle) -> bool:
-    """Return True if `synchronize` would return or raise without blocking.
-
-    The first call waits until all members have called this collective, or wait for another one.
-    """
+    """Return True if `synchronize` would not block. The first call waits until all have called, or wait, too."""
     return handle.done()
 
 
 def synchronize(handle: Handle) -> Any:
-    """Wait for a collective and return its result.
-
-    Raises:
-        HorovodInternalError: a peer is gone.
-        MismatchError: the members have not called the same collective, or not in the same way.
-    """
+    """Wait for a collective and return its result. Raises HorovodInternalError, or MismatchError on all members."""
     return handle.wait()
 
 

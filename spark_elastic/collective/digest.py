@@ -37,10 +37,7 @@ def digest(tensor: torch.Tensor) -> bytes:
 
 
 def _column_sums(words: torch.Tensor) -> list[torch.Tensor]:
-    """Return the sums of the columns of `words`, in rows of each of the `_WIDTHS`; an incomplete last row is left out.
-
-    numpy adds rows in half of torch's time; the second width finds them in the cache.
-    """
+    """Return the sums of the columns of `words`, in rows of each of the `_WIDTHS`, without an incomplete last row."""
     count = words.numel()
     if words.device.type != "cpu":
         return [words[: count // width * width].view(-1, width).sum(0) for width in _WIDTHS]

@@ -79,10 +79,7 @@ class Group:
 
     @in_one_thread
     def allreduce(self, tensor: torch.Tensor, op: Any, fill: Fill | None = None) -> Any:
-        """Launch an all-reduce of a contiguous tensor, which holds the result after `wait`.
-
-        `fill` writes this member's contribution; None: it is in `tensor`.
-        """
+        """Launch an all-reduce of a contiguous tensor, in place after `wait`; `fill` writes what is in it, if given."""
         self.negotiation.settle()
         on_gpu = reduce.is_on_gpu(tensor)
         special: NcclReductions | SharedMemoryReducer | None = self.nccl if on_gpu else self.shared_memory

@@ -14,11 +14,7 @@ R = TypeVar("R")
 
 
 class OneThread:
-    """A context that one thread of the process may be in, any number of times.
-
-    Threads that Python has not started, such as autograd's own and TensorFlow's, are let in at any time: their
-    frameworks keep the order of what they call.
-    """
+    """A context that one thread of the process may be in; threads that Python has not started are let in always."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -179,10 +179,7 @@ class Compression:
 def compressed_sum_scaling(
     compression: type[Compressor], op: ReduceOp, size: int, dtype: torch.dtype
 ) -> tuple[ReduceOp, float, float]:
-    """Choose how to reduce compressed tensors so that neither small nor large values are lost on the way.
-
-    Returns the operator for them, and the factors to multiply by before `compress` and after `decompress`.
-    """
+    """Return the operator for compressed tensors, and the factors before `compress` and after `decompress`."""
     to_float16 = issubclass(compression, CastCompressor) and compression.dtype is torch.float16
     if size == 1 or op not in (Average, Sum) or not dtype.is_floating_point or not to_float16:
         return op, 1.0, 1.0

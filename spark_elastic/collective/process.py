@@ -37,10 +37,7 @@ class Position:
 
 
 class Process:
-    """The state of this process: the link to the driver, its position and its groups. There is one instance, `process`.
-
-    Its methods are called on the user's thread, apart from `_on_cut`, which the channel's thread calls.
-    """
+    """This process's link to the driver, position and groups. On the user's thread, but for `_on_cut`."""
 
     def __init__(self) -> None:
         self._connections: dict[str, tuple[int, int]] = {}

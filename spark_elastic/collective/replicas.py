@@ -65,11 +65,8 @@ class VariableComparison:
     """Compares variables of TensorFlow or Keras before the first step that trains them.
 
     Variables that differ there are compared again before the next step: programs for Horovod broadcast them after the
-    first, which builds the model or its optimizer.
-
-    Args:
-        named: a function that returns the backend's variables with their names, in the same order on all members.
-        values_of: a function that returns the values of a variable.
+    first, which builds the model or its optimizer. `named` returns the variables with their names, in the same order on
+    all members.
     """
 
     broadcast_follows = False
@@ -89,11 +86,7 @@ class VariableComparison:
         return max((self._left.get(variable, _COMPARISONS) for _, variable in self._named()), default=0)
 
     def compare(self, group: Group, left: int) -> int:
-        """Compare the variables, on all members; `left` is their largest. Return the comparisons that are left now.
-
-        Raises:
-            MismatchError: variables differ, and it is the last comparison.
-        """
+        """Compare the variables; return how often more, of `left` (the members' most) times. Raises MismatchError."""
         named = self._named()
         tensors = [(name, self._values_of(variable)) for name, variable in named]
         try:

@@ -35,23 +35,15 @@ def connect(
     """Connect the members of a world, or some of them, and return their group; all of them call this.
 
     The members exchange their addresses through the driver, and Gloo connects each to all others. Those on one host
-    then open one another's memory. NCCL is connected at the first tensor on a GPU.
+    then open one another's memory. NCCL is connected at the first tensor on a GPU. `members` are in the order of their
+    ranks in the group, whose `name` no earlier group of the round has; `note` is a text for the others (`Group.notes`).
+    `made` gets the group before it is connected, so that a cut of the round reaches it.
 
-    Process groups that can be reconfigured in place (`reconfigure` in torch's c10d, after 2.13) would replace this
-    function: the group of the last world would be given the new members instead of a new group being made.
+    Process groups that can be reconfigured in place (`reconfigure` in torch's c10d, after 2.13) would replace this.
 
-    Args:
-        assignment: the world.
-        link: the link to the driver.
-        members: those to connect, this process among them, by rank in the group.
-        name: identifies the group among those of the round, and no earlier one.
-        note: a text for the other members; see `Group.notes`.
-        made: a function to call with the group before it is connected, so that a cut of the round reaches it.
-
-    Raises:
-        HorovodInternalError: they did not connect in time, or the driver has ended the round.
-        UsageError: the environment demands shared memory, which is impossible here.
-        Exception: of a comparison that was begun for another group, and was completed meanwhile.
+    Raises HorovodInternalError if they did not connect in time, or the driver has ended the round; UsageError if the
+    environment demands shared memory, which is impossible here; any error of a comparison that was begun for another
+    group, and was completed meanwhile.
     """
     world, ranks = assignment.world, [member.rank for member in members]
     rank = [member.worker for member in members].index(assignment.worker)
@@ -92,10 +84,7 @@ def members_of(name: str, assignment: Assignment) -> list[Member]:
 
 
 def _wait_for_all(link: WorkerLink, group: Group) -> None:
-    """Wait until all members have reached their first use of a set; some may do other work for a long time first.
-
-    Meanwhile the queues of other groups are compared: a member may come here only once those are done.
-    """
+    """Wait until all members have reached their first use of a set; meanwhile compare the queues of other groups."""
     all_are_here: Future[Sequence[str]] = Future()
     start = clock.monotonic()
 

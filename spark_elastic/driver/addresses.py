@@ -45,11 +45,7 @@ class AddressBook:
         self._set(agent, hello.place.host, hello.addresses, hello.probe_port, channel_address)
 
     def changed(self, agent: AgentId, addresses: dict[str, tuple[str, ...]], probe_port: int) -> None:
-        """Replace the addresses of an agent, whose host has other interfaces now.
-
-        Raises:
-            UnknownInterfaceError: Its host has none of the interfaces in `nics` any more. It keeps its addresses.
-        """
+        """Replace an agent's addresses; raise UnknownInterfaceError, and keep them, if `nics` has no interface now."""
         known = self._agents[agent]
         self._set(agent, known.host, addresses, probe_port, known.channel_address)
         others = set(known.candidates).symmetric_difference(self._agents[agent].candidates)
@@ -75,10 +71,7 @@ class AddressBook:
         self._agents.pop(agent, None)
 
     def probes_for(self, agent: AgentId) -> list[tuple[AgentId, tuple[str, ...]]]:
-        """Return the agents that have to try connections for a new agent, each with its targets ("address:port").
-
-        The new agent tries some agents of other hosts, and one of them tries the new agent.
-        """
+        """Return who tries which address:port for a new agent: it tries some on other hosts, one of which tries it."""
         others = self._first_elsewhere(agent, self._agents)
         if not others:
             return []
@@ -89,10 +82,7 @@ class AddressBook:
         return [(prober, targets) for prober, targets in asked if targets]
 
     def probe_again(self) -> list[tuple[AgentId, tuple[str, ...]]]:
-        """Return the agents that have to try connections because worlds break, each with its targets, as `probes_for`.
-
-        Each agent tries those that come next after it, in a ring, so that none gets many connections at once.
-        """
+        """Return who tries which address:port because worlds break: each agent those after it elsewhere, in a ring."""
         self._tried.clear()
         asked: list[tuple[AgentId, tuple[str, ...]]] = []
         ring = list(self._agents)
@@ -148,11 +138,7 @@ class AddressBook:
         return sorted(usable, key=lambda a: a not in self._reached)
 
     def _targets(self, agent: AgentId, prober: AgentId) -> tuple[str, ...]:
-        """Return where the prober has to try to reach the agent.
-
-        Addresses that the prober's host has too (loopback, a container bridge) are left out: with `agent_ports`, an
-        agent of its own host may answer there.
-        """
+        """Return where the prober tries to reach the agent: not at its own host's addresses, where others answer."""
         known, own = self._agents[agent], self._agents[prober].candidates
         if not known.probe_port:
             return ()
@@ -162,11 +148,7 @@ class AddressBook:
 def check_interfaces(
     host: str, addresses: dict[str, tuple[str, ...]], nics: Sequence[str] | None
 ) -> dict[str, tuple[str, ...]]:
-    """Return the addresses of a host that collectives may use, by interface: those of `nics`, or of all (None).
-
-    Raises:
-        UnknownInterfaceError: The host has none of `nics`, or no address at all.
-    """
+    """Return a host's addresses by interface, of `nics` (None: all); raise UnknownInterfaceError if it has none."""
     if not addresses:
         problem = f"host {host} has no interface that is up and has an IPv4 address or a global IPv6 address"
         raise UnknownInterfaceError(problem, host=host, nics=())

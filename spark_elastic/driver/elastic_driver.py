@@ -176,12 +176,7 @@ class ElasticDriver:
     # --- the job's thread ---------------------------------------------------------------------------
 
     def run(self) -> list[bytes]:
-        """Run the job. Returns what each worker of the last world returned, pickled, in rank order.
-
-        Raises:
-            JobError: The job failed.
-            UnknownInterfaceError: A host has none of the interfaces in `nics`.
-        """
+        """Run the job; return the pickled results of the last world by rank. Raises JobError, UnknownInterfaceError."""
         return asyncio.run(self._main())
 
     def close(self) -> None:
@@ -269,10 +264,7 @@ class ElasticDriver:
         self._announce()
 
     def _wake_at(self, due: float | None) -> None:
-        """Have `_wake` called at a time of the monotonic clock, or earlier, if it is to be called before.
-
-        If the call were moved to the later time, a flow of heartbeats would put it off for as long as it lasts.
-        """
+        """Have `_wake` called at this time or earlier; never later, or heartbeats would put it off for ever."""
         if self._loop is None or due is None or (self._alarm is not None and self._alarm.when() <= due):
             return
         if self._alarm is not None:

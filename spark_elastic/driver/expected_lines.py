@@ -46,11 +46,7 @@ class _At(enum.Enum):
 
 
 _NEXT = {
-    _At.STACK: (
-        (re.compile("^Last error:$"), _At.LAST_ERROR),
-        (_OF_STACK, _At.STACK),
-        (re.compile("^$"), _At.END),
-    ),
+    _At.STACK: ((re.compile("^Last error:$"), _At.LAST_ERROR), (_OF_STACK, _At.STACK), (re.compile("^$"), _At.END)),
     _At.LAST_ERROR: ((re.compile(""), _At.STACK),),
     _At.HEAD: ((_FIRST_LINE, _At.TRACEBACK), (_AFTER_IT, _At.END)),
     _At.TRACEBACK: ((_LAST_LINE, _At.END), (_OF_TRACEBACK, _At.TRACEBACK)),

@@ -43,10 +43,7 @@ class JobObserver(Protocol):
     """A receiver of a job's epochs and changes, on the job's thread: `jobs.driver_callbacks.CallbackSession`."""
 
     def epoch_ended(self, row: Row, answer: Callable[[str], None] | None) -> None:
-        """Take an epoch's row, perhaps not for the first time.
-
-        `answer`, if there is one, has to be called on any thread, with the reason to end the training or "".
-        """
+        """Take an epoch's row, perhaps again; `answer` takes, on any thread, the reason to end the training or ""."""
 
     def membership_changed(self, change: MembershipChange) -> None:
         """Take a change of the workers, once it is announced."""
@@ -186,10 +183,7 @@ class Peers:
                 self.handle(seen.AddressLost(worker))
 
     def _vacate(self, slot: SlotId) -> None:
-        """Tell the launcher if the slot has no usable agent any more; it may have two while Spark runs a task again.
-
-        A job that ends needs no agents: the launcher shall not gather new ones.
-        """
+        """Tell the launcher if a slot has no usable agent any more (two after a repeat), unless the job ends."""
         if not self._ending and slot not in self.slots():
             self.launcher.agent_present(slot, False)
 

@@ -15,12 +15,7 @@ _MAX_PARTS = 200  # parts of an object that are searched for one that cannot be 
 
 
 def pickled(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> bytes:
-    """Return the call `(fn, args, kwargs)`, pickled.
-
-    Raises:
-        NotPicklableError: Names the object inside the call that cannot be pickled, and the path to it
-            (`fn → model → lock`).
-    """
+    """Return the call `(fn, args, kwargs)`, pickled, or raise NotPicklableError with the path to what cannot be."""
     call = (fn, tuple(args), dict(kwargs or {}))
     try:
         return dumps(call)

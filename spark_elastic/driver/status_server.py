@@ -127,13 +127,10 @@ class PageRequest:
 
 
 class StatusServer:
-    """Serves the status page of one job until it is closed.
+    """Serves the status page of one job until it is closed, and with it the socket `listening`.
 
-    Args:
-        listening: The bound socket. The server closes it.
-        host: The name or address of this machine in the page's URL.
-        token: What a request has to show.
-        document: Returns the present state of the job. Called on one thread at a time.
+    A request has to show the `token`. `document` returns the present state of the job, and is called on one thread at a
+    time.
     """
 
     def __init__(self, listening: socket.socket, host: str, token: str, document: Callable[[], Document]) -> None:
@@ -336,11 +333,7 @@ def listen_for_pages(host: str, port: int) -> socket.socket:
 
 
 def make_token(environ: Mapping[str, str] = os.environ) -> str:
-    """Return a random token of 128 bits, or the one of the environment.
-
-    Raises:
-        InvalidSettingsError: That of the environment is too short, or not made of letters, digits, `_` and `-`.
-    """
+    """Return a random token of 128 bits, or that of the environment; raise InvalidSettingsError for a bad one."""
     given = environ.get(TOKEN_VARIABLE)
     if given is None:
         return secrets.token_urlsafe(16)

@@ -25,16 +25,11 @@ def _calling_methods(within: int) -> Iterator[FrameType]:
 
 
 def calling_object(matches: Callable[[Any], bool], within: int, method: str | None = None) -> Any:
-    """Return the object whose method called the one that asks, directly or through a few others; None if none matches.
+    """Return the object whose method (any, or the one named) called the one that asks; None if none `matches`.
 
-    Keras gives a callback no access to its list, a data adapter none to the iterator that counts its batches, and an
-    optimizer none to the optimizer around it. A `DataLoader` does not give its sampler the batch size. In each case the
-    wanted object is among the callers.
-
-    Args:
-        matches: A function that recognises the object.
-        within: The number of calls to look at, the nearest first.
-        method: The name of the method; None: any.
+    The nearest `within` calls are looked at. Keras gives a callback no access to its list, a data adapter none to the
+    iterator that counts its batches, and an optimizer none to the optimizer around it; a `DataLoader` does not give its
+    sampler the batch size. In each case the wanted object is among the callers.
     """
     for frame in _calling_methods(within):
         if method in (None, frame.f_code.co_name) and matches(frame.f_locals["self"]):

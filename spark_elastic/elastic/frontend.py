@@ -70,14 +70,10 @@ class CollectiveFrontend:
         return bool(token.item())
 
     def enter(self, prepare: Callable[[], None]) -> Entry:
-        """Enter a loop; a newcomer waits here for its first world.
+        """Enter a loop; a newcomer waits here for its first world, and calls `prepare` before, while the others train.
 
-        Args:
-            prepare: A function that a newcomer calls before it reports that it is ready; the others train meanwhile.
-
-        Raises:
-            HorovodInternalError: The world broke while it was being connected, or on the way from the previous loop.
-            LaterLoop: The job is in a later loop.
+        Raises HorovodInternalError if the world broke while it was being connected, or on the way from the previous
+        loop, and LaterLoop if the job is in a later loop.
         """
         process.require()
         link = process.link

@@ -38,11 +38,7 @@ H = TypeVar("H", bound="StateHandler")
 
 
 class TensorSpec(NamedTuple):
-    """One tensor of a layout; `key` is its name within the value.
-
-    Attributes:
-        on_cpu: True if the tensor is on the CPU even when the parameter that it belongs to is not.
-    """
+    """One tensor of a layout; `key` is its name within the value. `on_cpu`: even if its parameter is not."""
 
     key: Any
     shape: tuple[int, ...]
@@ -173,10 +169,7 @@ class StateDictHandler(StateHandler):
 
 
 class Handlers:
-    """All values of a state, which are its attributes: some with a handler each, the others plain Python values.
-
-    `handler_for` returns the handler of a value, or None for a plain value.
-    """
+    """All values of a state: those for which `handler_for` returns a handler, and plain Python values."""
 
     def __init__(
         self, owner: Any, handler_for: Callable[[Any], StateHandler | None], values: Mapping[str, Any]
@@ -401,20 +394,10 @@ def take_over(
 ) -> Any:
     """Set the values of all members to those of `root`: compare digests, then broadcast the tensors that differ.
 
-    Args:
-        handlers: The values by name, the same names on every member.
-        root: Rank of the member whose values are taken over.
-        extra: Another picklable object.
-        staged: Receive everything before any value is changed, so that this member's own values stay intact if the root
-            is lost on the way.
-        process_set: The members.
-
-    Returns:
-        The root's `extra`.
-
-    Raises:
-        HorovodInternalError: A peer is gone.
-        UsageError: The values of this member cannot hold the root's.
+    Returns the root's `extra`, any picklable object. `handlers` has the same names on every member. With `staged`,
+    everything is received before any value is changed, so that this member's own values stay intact if the root is lost
+    on the way. Raises HorovodInternalError if a peer is gone, and UsageError if the values of this member cannot hold
+    the root's.
     """
     group = process_set.group()
     if group is None:

@@ -79,11 +79,7 @@ class OptimizerSteps:
         """Count the steps of a value that is new in the state, if it is an optimizer."""
 
     def count(self, replaced: bool = False) -> None:
-        """Count the steps made since the last call, if optimizers do not report them.
-
-        Args:
-            replaced: The values of all optimizers have just been replaced, so their steps until now do not count.
-        """
+        """Count the steps since the last call, if optimizers do not report them; none if `replaced` by other values."""
 
     def check(self) -> None:
         """Refuse a mark of a loop whose training the state cannot keep, by UsageError or MismatchError; all call it."""
@@ -100,14 +96,8 @@ class OptimizerSteps:
     def compare_models(self, begun: bool, tensors: Callable[[], Mapping[str, torch.Tensor]], remedy: str) -> None:
         """Compare the members' models at the first mark of a world that follows a step; all members call this.
 
-        Args:
-            begun: this member's models have made a step.
-            tensors: a function that returns the parameters by name.
-            remedy: what to do if some differ, a sentence for the error.
-
-        Raises:
-            MismatchError: they differ.
-            HorovodInternalError: a peer is gone.
+        `begun`: this member's models have made a step. `tensors` returns the parameters by name. Raises MismatchError,
+        with the sentence `remedy`, if they differ, and HorovodInternalError if a peer is gone.
         """
         group = process.group()
         if group is None or group is self._compared_in():
@@ -128,12 +118,8 @@ class OptimizerSteps:
     def undo(self, plain: dict[str, Any]) -> str:
         """Drop the gradients of an unfinished step and, if no step has begun since the mark, put back its copies.
 
-        Args:
-            plain: The plain values of the mark, to which the state will return. A framework whose steps are finer than
-                the marks advances the counters among them.
-
-        Returns:
-            A phrase that says what has changed since the mark; "" if nothing has.
+        Returns a phrase that says what has changed since the mark; "" if nothing has. The state will return to the
+        mark's `plain` values: a framework whose steps are finer than the marks advances the counters among them.
         """
         if not self._counter.steps:
             return "no optimizer in the state says when the model changes"

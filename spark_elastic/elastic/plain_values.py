@@ -28,10 +28,7 @@ def is_atom(value: Any) -> bool:
 
 
 class PlainAttributes:
-    """The plain attributes of an object, saved and restored together, as independent copies.
-
-    Attributes that are added later are kept as well; `assign` removes those of them that it has no value for.
-    """
+    """The plain attributes of an object, those added later too, saved and restored together as independent copies."""
 
     def __init__(self, owner: object, names: Iterable[str]) -> None:
         self.names = list(names)

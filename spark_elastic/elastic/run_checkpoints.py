@@ -104,10 +104,7 @@ class RunCheckpoints:
         return True
 
     def write(self, state: State, rank: int, *, end: bool = False) -> None:
-        """Write the state on rank 0, in the background; at the end of the loop, wait until it is written.
-
-        Raises RunTakenError if another driver has taken over the run.
-        """
+        """Write the state on rank 0 in the background, waiting at the `end` of the loop. Raises RunTakenError."""
         writer, version = self._writer, state.version
         if rank != 0 or writer is None or version is None:
             return

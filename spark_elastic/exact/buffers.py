@@ -18,12 +18,8 @@ class ShardBuffers:
 
     The running statistics of batch normalisation are updated by one shard after another, in the order of the shards.
     The changes of integers, such as counters, are added up. Any other buffer must be left with the same value by all
-    shards.
-
-    Args:
-        model: The model.
-        gather: Sums a float64 matrix with a row for each shard over the workers, in place; each row is 0 on all workers
-            but one.
+    shards. `gather` sums a float64 matrix over the workers, in place: a row for each shard, which is 0 on all workers
+    but one.
     """
 
     def __init__(self, model: torch.nn.Module, gather: Callable[[torch.Tensor], torch.Tensor]) -> None:

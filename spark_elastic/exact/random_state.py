@@ -73,11 +73,7 @@ def check_generators(generators: Iterable[Any]) -> None:
 
 
 class _Kind(NamedTuple):
-    """How generators of one type are seeded, and how their states are read and set.
-
-    `seed` sets the state that follows from a seed of 64 bits. `read` returns the state as bytes and numbers alone,
-    which checkpoints of any kind can hold, and `write` sets it, in whatever process.
-    """
+    """How generators of one type are seeded by 64 bits, and their states read as, and set from, bytes and numbers."""
 
     type: type
     seed: Callable[[Any, int], object]

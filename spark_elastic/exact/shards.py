@@ -347,10 +347,7 @@ def _guard(optimizer: torch.optim.Optimizer, workers: VirtualWorkers) -> list[An
 
 
 def _watch_others(workers: VirtualWorkers) -> Callable[[], None]:
-    """Return a function that finds changes, by the shards of these workers, of gradients and buffers of others here.
-
-    It refuses a step with changed gradients, and raises UsageError if a buffer was changed.
-    """
+    """Return a function that refuses steps with gradients, and raises for buffers, that these shards have changed."""
     others = [each for each in _all if each is not workers]
     own = {id(buffer) for buffer in workers._model.buffers()} if others else set()
     pending = [(each, _gradients(each)) for each in others if each._reduced]

@@ -40,10 +40,7 @@ class ElasticJob:
         status_url: str | None = None,
         lease: RunLease | None = None,
     ):
-        """Start the job's thread, which calls `prepare` (waits for slots), the driver and `clean_up`.
-
-        The job is cancelled if another driver takes over the run of `lease`.
-        """
+        """Start the thread, which calls `prepare`, the driver and `clean_up`; a lost `lease` cancels the job."""
         self.name = name
         self._driver = driver
         self._prepare = prepare
@@ -94,7 +91,7 @@ class ElasticJob:
         """Return the state of the job at this moment."""
         return self._driver.status()
 
-    def events(self) -> list[Record]:
+    def timeline(self) -> list[Record]:
         """Return the membership timeline so far: typed records, with times in seconds since the epoch."""
         return self._driver.announcer.timeline
 

@@ -133,7 +133,7 @@ def run_async(call: RunCall) -> ElasticJob:
     """Start `fn(*args, **kwargs)` in `num_proc` workers, as `run` does, and return at once.
 
     Returns:
-        The handle of the job, with `result()`, `cancel()`, `status()`, `events()` and `changes()`.
+        The handle of the job, with `result()`, `cancel()`, `status()`, `timeline()` and `changes()`.
 
     Raises:
         UsageError: The call has to be changed.

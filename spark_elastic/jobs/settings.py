@@ -139,8 +139,7 @@ class RunSettings(ScalingSettings):
         ),
     ] = None
     ship_package: Annotated[
-        bool,
-        Setting("Spark Connect: send this package to executors that lack it, for this session.", check.boolean),
+        bool, Setting("Spark Connect: send this package to executors that lack it, for this session.", check.boolean)
     ] = False
     discovery: Annotated[
         HostDiscovery | None,
@@ -289,10 +288,7 @@ class RunCall(RunSettings):
 
     fn: Annotated[
         Callable[..., Any] | str | Path,
-        Setting(
-            "the function, or the path of a script; it and its arguments travel by cloudpickle.",
-            _function,
-        ),
+        Setting("the function, or the path of a script; it and its arguments travel by cloudpickle.", _function),
     ]
     args: Annotated[Sequence[Any], Setting("its positional arguments.", _arguments)] = ()
     kwargs: Annotated[Mapping[str, Any] | None, Setting("its keyword arguments.", check.dictionary)] = None

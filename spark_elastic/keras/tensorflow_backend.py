@@ -82,14 +82,10 @@ class TensorFlowSteps:
         variables: Sequence[Any],
         local: Sequence[int] = (),
     ) -> None:
-        """Accumulate the gradients of this call; after the last call of a step, reduce and apply them.
+        """Accumulate the gradients of this call; after the last call of a step, reduce them and apply them by `update`.
 
-        Args:
-            grads: the gradients of this call.
-            numbers: for each gradient, the index of its variable in the argument of `build`.
-            update: a function that applies reduced gradients.
-            variables: the variables of the gradients.
-            local: indices of the gradients that are not reduced.
+        `numbers` are the indices of the gradients' variables in the argument of `build`, `local` the indices of those
+        gradients that are not reduced.
         """
         _refuse_xla()
         weight = self.weight

@@ -222,13 +222,17 @@ class Membership:
             self._exit_timer.start(worker.id, now)
 
     def _on_exit_due(self, worker: WorkerId, now: float) -> None:
-        loss = self._crashes.exits.get(worker) or seen.WorkerLost(worker, LossCause(LossKind.EXITED, code=0))
+        closed = LossCause(LossKind.CONNECTION_CLOSED, detail="its agent said nothing of it")
+        loss = self._crashes.exits.get(worker) or seen.WorkerLost(worker, closed)
         self._lose_worker(self.registry.workers[worker], loss, now)
 
-    def _exits_to_explain(self, worker: Worker) -> tuple[int, ...]:
-        """Return the exit codes that count as a loss only if the worker's channel says nothing of a return or error."""
-        raises_alone = self.settings.restarts_world and worker.state is TRAINING
-        return (0, EXIT_RAISED) if raises_alone else (0,)
+    def _exits_to_explain(self, worker: Worker) -> tuple[int | None, ...]:
+        """Return the exit codes (None: its channel closed) that are a loss only if nothing tells of a return or error.
+
+        A program for torchrun may end by `os._exit(0)`, which its agent reports as a return.
+        """
+        may_have_ended = self.settings.restarts_world and worker.state is TRAINING
+        return (None, 0, EXIT_RAISED) if may_have_ended else (0,)
 
     def _lose_worker(self, worker: Worker, loss: seen.WorkerLost, now: float) -> None:
         """Remove a worker whose process is gone, and decide if the job can continue."""
@@ -239,17 +243,16 @@ class Membership:
             if self.phase in ENDED:
                 return
         if worker.state is TRAINING:
-            if self.settings.restarts_world and now - self._context.world_began_at >= self.settings.stall_timeout_s:
-                self._crashes.reset()  # it reports no steps: a world that lasts has made some
+            if self.settings.restarts_world:  # it reports no steps: a world that lasts has made some
+                if now - self._context.world_began_at >= self.settings.stall_timeout_s:
+                    self._crashes.reset()
+                self._crashes.note_training(worker.round)
             self._crashes.note_death(worker, now)
         self._worlds.end_worker(worker, loss.cause, now, stop=False, failed=True)
         self._judge_crashes(now)
 
     def _judge_boot_failures(self, now: float, late: bool = False) -> None:
-        """Fail the job if too many processes exited before any worker was ready.
-
-        The agent's report of an exit comes after the channel's end, and it alone has the stderr. `late`: do not wait.
-        """
+        """Fail the job if too many processes exited before one was ready; `late`: do not wait for their stderr."""
         attempts = len(self._boot_failures)
         if self._any_ready or attempts < self.settings.boot_failure_limit:
             return
@@ -323,10 +326,7 @@ class Membership:
         self._judge_raised(now)
 
     def _judge_raised(self, now: float, late: bool = False) -> None:
-        """Fail the job because a member raised, unless another member may be lost, which makes the others raise.
-
-        None is lost if each was heard a moment after the exception. `late`: a loss would be known by now.
-        """
+        """Fail the job because a member raised, unless a loss may explain it; `late`: a loss would be known by now."""
         if self._held is None:
             return
         error, round, at = self._held

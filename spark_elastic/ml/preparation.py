@@ -178,10 +178,7 @@ def _type_name(schema: Any, name: str) -> str:
 
 
 class Columns:
-    """Converts a batch to the columns to train on: gives them the shapes that were set, then `transformation_fn`.
-
-    With `needs_labels`, that function must return the labels and weights of the dataset.
-    """
+    """Converts a batch to columns to train on: shapes, then `transformation_fn`, with labels if `needs_labels`."""
 
     def __init__(self, training: Training, needs_labels: bool = True) -> None:
         self._transformation = training.transformation_fn

@@ -57,7 +57,7 @@ def transient_run(runs: Store) -> Iterator[Store]:
             run.delete()
 
 
-def collect_runs(runs: Store, age_s: float = ORPHAN_AGE_S) -> list[str]:
+def collect_runs(runs: Store) -> list[str]:
     """Remove folders of `transient_run` with an expired lease and old files alone; return their names."""
     removed = []
     found = [entry for entry in runs.list() if entry.is_dir and _TRANSIENT_NAME.match(entry.path)]
@@ -66,7 +66,7 @@ def collect_runs(runs: Store, age_s: float = ORPHAN_AGE_S) -> list[str]:
         run = runs.sub(entry.path)
         files = [file for file in run.list(recursive=True) if not file.is_dir]
         newest = max((file.modified_s for file in files), default=entry.modified_s)
-        if newest < now - age_s and all(_RUN_FILES.match(file.path) for file in files) and not is_leased(run):
+        if newest < now - ORPHAN_AGE_S and all(_RUN_FILES.match(file.path) for file in files) and not is_leased(run):
             run.delete()
             removed.append(entry.path)
     return removed

@@ -91,8 +91,7 @@ class LabelParams(ElasticParams):
         "column with the weight of each row in the loss.", to.text
     )
     validation, getValidation, setValidation = setting(
-        "rows for validation: a fraction, drawn with the seed, or the name of a boolean column.",
-        to.fraction_or_column,
+        "rows for validation: a fraction, drawn with the seed, or the name of a boolean column.", to.fraction_or_column
     )
 
 
@@ -260,12 +259,10 @@ class StorageParams(ElasticParams):
         to.location,
     )
     storage_options, getStorageOptions, setStorageOptions = setting(
-        "options of the filesystem of a URI, such as credentials.",
-        to.dictionary,
+        "options of the filesystem of a URI, such as credentials.", to.dictionary
     )
     dataset_id, getDatasetId, setDatasetId = setting(
-        "name by which later fits find the written rows again, unchecked. Default: each fit writes its rows.",
-        to.text,
+        "name by which later fits find the written rows again, unchecked. Default: each fit writes its rows.", to.text
     )
     keep_dataset, getKeepDataset, setKeepDataset = setting(
         "keep the written rows after the fit, for from_dataset_path; a dataset_id keeps them too.",
@@ -302,8 +299,7 @@ class CheckpointParams(ElasticParams):
         "how many of the last checkpoints are kept.", to.whole(at_least=1), default=3
     )
     run_id, getRunId, setRunId = setting(
-        "name of this training below checkpoint_dir: fit resumes from its last checkpoint.",
-        to.identifier,
+        "name of this training below checkpoint_dir: fit resumes from its last checkpoint.", to.identifier
     )
     resume, getResume, setResume = setting(
         "resume from the checkpoints of run_id; False deletes them and starts over.", to.boolean, default=True

@@ -89,11 +89,7 @@ def schema_of(data: Any) -> Schema:
 
 
 def features(data: Any, inputs: Iterable[TensorField]) -> tuple[pa.RecordBatch, Schema]:
-    """Return the columns of a model's inputs, of the types that Spark has, and their schema.
-
-    Raises:
-        DataError: A column is missing, or has values of a type that Spark has not.
-    """
+    """Return a model's input columns, of Spark's types, and their schema. Raises DataError for a wrong column."""
     import pyarrow as pa
 
     names, arrays, fields = schema_of(data), {}, []

@@ -225,11 +225,7 @@ def clock(seconds: float) -> str:
 
 
 def wrapped(text: str, width: int = LINE_WIDTH) -> str:
-    """Break lines of more than `width` columns between words; what follows is indented.
-
-    Double spaces separate parts, such as a name and its value. A line that is too long with them gets single ones, and
-    is broken between its parts.
-    """
+    """Break lines of more than `width` columns between words, or between parts that two spaces separate."""
     filler = textwrap.TextWrapper(width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     lines = []
     for line in text.splitlines():

@@ -41,10 +41,7 @@ _FILE_NAME = re.compile(r"[\w-][\w.-]{0,199}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """The facts of a complete checkpoint that its manifest holds; `name` is that of its folder, see `name_of`.
-
-    It is the `best` so far by these values that callbacks follow. `token` is that of the driver's lease on the run.
-    """
+    """The facts of a complete checkpoint: folder `name`, values that it is the `best` by, `token` of the lease."""
 
     name: str
     step: int

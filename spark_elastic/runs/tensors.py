@@ -18,10 +18,7 @@ _PLAIN = (bool, int, float, str, bytes, complex, torch.dtype)
 
 
 def to_bytes(value: Any, nbytes: int = 0) -> bytes:
-    """Return tensors and plain values as a file of `torch.save`, for `from_bytes`.
-
-    A buffer that grows takes up to twice its size; if `nbytes`, the size of the tensors, is given, it is made at once.
-    """
+    """Return tensors and plain values as a file of `torch.save`; `nbytes`, their size, saves growing the buffer."""
     file = io.BytesIO()
     if nbytes:
         file.seek(nbytes + (nbytes >> 6) + (64 << 10))

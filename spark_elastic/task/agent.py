@@ -420,6 +420,9 @@ class TaskAgent:
             if self._ends_with_guardian and not kills:
                 return
             tail, memory = process.stderr_tail, describe_kills(before, now)
+            if self._spec.restarts_world and exit_code == 0 and process.result is None:  # it called os._exit(0)
+                process.result, process.run = pickle.dumps(None), 1
+                self.result_stored(process)
             self._send(wire.WorkerExited(process.worker, exit_code, tail, kills, memory))
             is_next = process is self._process and process.result is None
             if is_next and self._spec.restarts_world and self._finish is None:

@@ -93,10 +93,7 @@ class ForkServer:
         return f"\0spark_elastic-{digest.hexdigest()}".encode()
 
     def connect(self) -> socket.socket:
-        """Return a connection to the server. Starts one if there is none, which imports the modules at once.
-
-        Raise OSError if there is none, and none can be started.
-        """
+        """Return a connection to the server, which is started if there is none; raise OSError if it cannot be."""
         name = self.name()
         for _ in range(_TRIES):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

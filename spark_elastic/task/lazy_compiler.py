@@ -23,10 +23,7 @@ _STEP_NAMES = {"torch", "torch._dynamo", "_dynamo", "graph_break", "cast", "Opti
 
 
 def import_compiler_on_use() -> None:
-    """Let the optimizers of `torch.optim` work without the compiler until something else imports it.
-
-    Optimizers that this does not know, of another version of PyTorch or of the user's own, import it as before.
-    """
+    """Let optimizers of `torch.optim` work without the compiler until it is imported; unknown ones import it."""
     if compiler_is_imported():
         return
     import torch

@@ -99,7 +99,7 @@ def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str
     call = _load(link, pickled.pop(), spec.made_by)  # it may hold a model, so nothing here keeps it
     _check_device(link)
     if spec.restarts_world:
-        call = functools.partial(call_in_world, link, spec.job, call)
+        call = functools.partial(call_in_world, link, spec.job, functools.partial(_as_process, call))
     link.on_run_again = next_run.put
     with os.fdopen(result_fd, "wb") as results:
         run: int | None = 1
@@ -117,11 +117,25 @@ def run_worker(parent: int, result_fd: int, death_fd: int, modules: Sequence[str
                 from spark_elastic.elastic.finish import loops
 
                 loops.run_again()
+    _call_exit_handlers()
+    exit_now(0)
+
+
+def _as_process(program: Callable[[], Any]) -> Any:
+    """Call a program and, before its result counts, do what Python does at the end of a process: wait for threads that
+    are no daemons, for executors and for child processes, and call the exit handlers.
+    """
+    result = program()
+    threading._shutdown()  # type: ignore[attr-defined]
+    _call_exit_handlers()
+    return result
+
+
+def _call_exit_handlers() -> None:
     logging.shutdown()
     _leave_drivers_run()
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()
-    exit_now(0)
 
 
 def _leave_drivers_run() -> None:

@@ -66,7 +66,8 @@ def run_script(script: Script, *args: str) -> None:
         except SystemExit as leaving:
             if leaving.code not in (None, 0):
                 code = leaving.code
-                raise (ScriptExit(code) if isinstance(code, int) else ScriptExit(1, str(code))) from None
+                failed = ScriptExit(code) if isinstance(code, int) else ScriptExit(1, str(code))
+                raise failed.with_traceback(leaving.__traceback__) from None
 
 
 @contextlib.contextmanager

@@ -33,10 +33,7 @@ def run_in_task(slot: SlotId, launch: LaunchId, payload: bytes, function: bytes 
 
 
 def prepare_workers(payload: bytes) -> None:
-    """Start the executor's fork server, which imports what workers need. Called in a Spark task before the job starts.
-
-    The payload is a pickled `LaunchSpec` without key, function and addresses.
-    """
+    """Start the executor's fork server before a job, by a pickled `LaunchSpec` without key, function and addresses."""
     from spark_elastic.task.fork_server import ForkServer
     from spark_elastic.task.worker_process import worker_environment
 
@@ -49,9 +46,6 @@ def prepare_workers(payload: bytes) -> None:
 
 
 def guardians() -> tuple[int, ...]:
-    """Return the executor's JVM, with which an agent ends, and Spark's Python daemon: a fork server ends with both.
-
-    In local mode the JVM outlives the session, and the daemon does not.
-    """
+    """Return the executor's JVM, with which an agent ends, and Spark's Python daemon: a fork server ends with both."""
     jvm = nearest_jvm()[0]
     return () if jvm is None else tuple(dict.fromkeys((jvm, os.getppid())))

@@ -6,13 +6,17 @@ in one world: after a change, the next one gets a new process with the variables
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import json
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from spark_elastic.errors import UsageError
 from spark_elastic.membership.topology import Member, World
@@ -24,6 +28,8 @@ R = TypeVar("R")
 _GPUS = "CUDA_VISIBLE_DEVICES"
 _reserved: list[socket.socket] = []
 """Holds rank 0's port until the process ends."""
+_stores: list[Any] = []
+"""torch's stores, which other ranks may need for as long as this process lives."""
 
 
 def call_in_world(link: WorkerLink, run_id: str, program: Callable[[], R]) -> R:
@@ -47,7 +53,42 @@ def call_in_world(link: WorkerLink, run_id: str, program: Callable[[], R]) -> R:
     os.environ.update(variables)
     for name, value in interface_variables(assignment.addresses[me.rank], interface_addresses()).items():
         os.environ.setdefault(name, value)
-    return program()
+    with _ends_groups():
+        return program()
+
+
+@contextlib.contextmanager
+def _ends_groups() -> Iterator[None]:
+    """Close torch's process groups once the program has returned, as the end of its process would, and not before.
+
+    Ranks that still wait for this one then fail, in place of waiting for a process that stays. A group that a program
+    destroys while a DDP model has it ends with the model, whose destructor keeps Python's lock while it waits for a
+    thread that may need the lock (pytorch issue 56297): so it is held until here, or until the program makes another.
+    """
+    from torch import distributed
+    from torch.distributed import distributed_c10d as c10d
+
+    destroy, make = c10d.destroy_process_group, c10d.init_process_group
+    held: list[Any] = []
+
+    @functools.wraps(destroy)
+    def hold_and_destroy(group: Any = None) -> None:
+        held.extend(c10d._world.pg_map)
+        destroy(group)
+
+    @functools.wraps(make)
+    def drop_and_make(*args: Any, **kwargs: Any) -> None:
+        held.clear()
+        make(*args, **kwargs)
+
+    distributed.destroy_process_group = c10d.destroy_process_group = hold_and_destroy
+    distributed.init_process_group = c10d.init_process_group = drop_and_make
+    yield
+    gc.collect()  # models in cycles
+    if distributed.is_initialized():
+        _stores.extend(store for _, store in c10d._world.pg_map.values())
+        hold_and_destroy()
+    threading.Thread(target=held.clear, name="spark_elastic-groups", daemon=True).start()  # may wait for open work
 
 
 def environment(world: World, me: Member, run_id: str) -> dict[str, str]:
@@ -63,6 +104,7 @@ def environment(world: World, me: Member, run_id: str) -> dict[str, str]:
         "ROLE_RANK": me.rank,
         "ROLE_WORLD_SIZE": world.size,
         "TORCHELASTIC_RESTART_COUNT": world.round - 1,
+        "TORCHELASTIC_MAX_RESTARTS": sys.maxsize,  # the driver decides
     }
     texts = {"ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_USE_AGENT_STORE": "False"}
     return {name: str(number) for name, number in numbers.items()} | texts
@@ -86,10 +128,7 @@ def interface_variables(address: str, interfaces: Mapping[str, Sequence[str]]) -
 
 
 def reserve_port(address: str) -> int:
-    """Return a free port at the address, which the system gives to no other process while this one runs.
-
-    A server that sets SO_REUSEADDR, as torch's does, can listen there: the socket that reserves the port does not.
-    """
+    """Return a free port, reserved while this process runs, at which torch's server (SO_REUSEADDR) can listen."""
     holder = socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((address, 0))

@@ -50,10 +50,7 @@ _NOT_RUNNING = ("", "T", "t", "Z", "X")
 
 
 class WorkerProcess:
-    """A process that imports the modules of a worker, then waits for its id and the function.
-
-    It starts before its id is known, so that the slow imports overlap with connecting to the driver.
-    """
+    """A process that imports a worker's modules while its agent connects, then waits for its id and the function."""
 
     def __init__(self, spec: LaunchSpec, env: dict[str, str], agent: TaskAgent, guardians: Sequence[int] = ()) -> None:
         """Start the process, or have it forked by the fork server with these guardians."""
@@ -240,10 +237,7 @@ class WorkerProcess:
 
 
 class SpawnedProcess:
-    """A worker that the agent has started itself. Used on the agent's event loop.
-
-    It closes the `ends`, and calls `ended` once, with the exit code, after the process has ended.
-    """
+    """A worker that the agent has started, on its event loop; closes the `ends`, and calls `ended` once."""
 
     def __init__(self, modules: Sequence[str], env: dict[str, str], ends: Ends, ended: Callable[[int], None]) -> None:
         self._ended = ended

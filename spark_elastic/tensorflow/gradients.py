@@ -13,15 +13,7 @@ from spark_elastic.collective.fused import FusedReduction
 from spark_elastic.collective.operators import Average, Compression, Compressor, ReduceOp
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.replicas import VariableComparison
-from spark_elastic.tensorflow.host import (
-    Array,
-    array_from,
-    array_of,
-    call_host,
-    compressors,
-    native,
-    torch_of,
-)
+from spark_elastic.tensorflow.host import Array, array_from, array_of, call_host, compressors, native, torch_of
 from spark_elastic.tensorflow.operations import size_op
 
 Gradient = Any
@@ -54,17 +46,12 @@ class GradientReducer:
     def __call__(
         self, grads: Sequence[Gradient], scalars: tf.Tensor | None = None, variables: Sequence[Any] = ()
     ) -> tuple[list[Gradient], tf.Tensor | None]:
-        """Return the reduced gradients, in the same order, and the sums of `scalars`.
+        """Return the reduced gradients, in the same order, and the sums of `scalars`, a vector of a few numbers.
 
-        Args:
-            grads: with the same classes, types and shapes on every member.
-            scalars: a vector of a few numbers to sum in the same message; exact for counts up to 2**24.
-            variables: the variables of the gradients, which are compared with those of the other members once.
-
-        Raises:
-            MismatchError: gradients or variables differ.
-            HorovodInternalError: a peer is gone; nothing was changed. Inside a tf.function, TensorFlow raises an error
-                of its own class instead, see `host.lost_peers_translated`.
+        Gradients have the same classes, types and shapes on every member; sums are exact for counts up to 2**24;
+        `variables` are compared with those of the other members once. Raises MismatchError if gradients or variables
+        differ, and HorovodInternalError if a peer is gone (nothing was changed); see `host.lost_peers_translated` for a
+        tf.function.
         """
         if self._sparse_as_dense:
             grads = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]

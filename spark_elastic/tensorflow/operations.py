@@ -168,10 +168,7 @@ def _allreduce_slices(
 
 
 def allgather(
-    tensor: Any,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
+    tensor: Any, name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = global_process_set
 ) -> tf.Tensor:
     """Concatenate the members' tensors in rank order along the first dimension, whose size may differ between them.
 
@@ -359,10 +356,7 @@ def _of_process(query: Callable[[], int]) -> tf.Tensor:
 
 
 def broadcast_variables(
-    variables: Iterable[Any],
-    root_rank: int,
-    process_set: ProcessSet = global_process_set,
-    inplace: bool = False,
+    variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
 ) -> None:
     """Set variables of TensorFlow or Keras to the values of `root_rank`, in few large messages.
 

@@ -131,10 +131,7 @@ class BackwardReducer:
 
     @property
     def is_in_step(self) -> bool:
-        """True from the first backward pass of a step until an optimizer that took part in the last one steps.
-
-        A step is left out if gradients were reset, or are not finite, with which `GradScaler` makes none.
-        """
+        """True from a step's first backward until an optimizer that took part steps, or the step is left out."""
         return self._left != self.passes or (self._waits and parameters.are_finite(self._slots))
 
     @property

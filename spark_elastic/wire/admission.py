@@ -29,16 +29,12 @@ _AT_ONCE = 32  # connections that are accepted before the event loop serves othe
 
 
 class Admission:
-    """The connections of a server from `accept` until they are authenticated or closed.
+    """The connections of a server from `accept` until they are authenticated or closed; used on the loop's thread only.
 
-    At the limit it stops accepting, until a connection is authenticated or closed, or until the oldest one has been
-    in its handshake for `IDLE_S` and is closed. So connections that are held open delay others only for a while.
-
-    All methods must be called on the event loop's thread.
-
-    Args:
-        make_stream: Makes the stream of a connection. Its owner must call `settle` when it is authenticated or closed.
-        most: Connections in their handshake at a time; fewer if the process may open few descriptors.
+    At the limit (`most` in their handshake, fewer if the process may open few descriptors) it stops accepting, until a
+    connection is authenticated or closed, or until the oldest one has been in its handshake for `IDLE_S` and is closed.
+    So connections that are held open delay others only for a while. The owner of a stream calls `settle` when it is
+    authenticated or closed.
     """
 
     def __init__(self, make_stream: Callable[[], MessageStream], most: int = MAX_UNAUTHENTICATED) -> None:

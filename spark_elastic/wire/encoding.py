@@ -56,10 +56,7 @@ _from_json = json.JSONDecoder().raw_decode
 
 
 def decode(data: bytes) -> Message:
-    """Return the message that `encode` made.
-
-    Raise ProtocolError if the bytes are not a message, or a field is missing, unknown or of the wrong type.
-    """
+    """Return the message that `encode` made; raise ProtocolError for anything else."""
     if data.startswith(_COMPRESSED):
         stream = zlib.decompressobj()
         try:

@@ -195,10 +195,7 @@ class Connection:
         return reply
 
     def _take(self, size: int) -> bytes | None:
-        """Return the next `size` bytes of the handshake, None if they are incomplete.
-
-        Wrong first bytes are refused before the rest has arrived.
-        """
+        """Return the next `size` bytes of the handshake, None if incomplete; wrong first bytes are refused at once."""
         if not (self._server and self._expected_proof):
             start = bytes(self._buffer[: len(MAGIC)])
             if start in (MAGIC, MAGIC_ENCRYPTED) and start != self._magic:

@@ -97,10 +97,7 @@ def address_of(name: str) -> str:
 
 
 def plain_address(text: str) -> str:
-    """Return an address in its usual form: without brackets, IPv6 shortened, an embedded IPv4 address as such.
-
-    Other texts are returned unchanged.
-    """
+    """Return an address without brackets, IPv6 shortened, an embedded IPv4 one as such; other texts unchanged."""
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     try:
         address = ipaddress.ip_address(bare)

@@ -429,10 +429,7 @@ RESULT_HEAD = struct.Struct("<?IQ")
 
 
 def modules_of(function: bytes) -> tuple[str, ...]:
-    """Guess from the names in a pickled function which slow modules it imports, so that workers import them early.
-
-    A wrong guess costs time and nothing else.
-    """
+    """Guess from the names in a pickled function which slow modules to import early; a wrong guess only costs time."""
     if b"tensorflow" in function:
         return ("torch", "tensorflow", "keras", "spark_elastic.tensorflow")
     if b"keras" in function:  # keras imports the backend that KERAS_BACKEND names

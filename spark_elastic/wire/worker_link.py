@@ -94,11 +94,7 @@ class WorkerLink:
         return position
 
     def join(
-        self,
-        round: int,
-        version: StateVersion | None,
-        loop: int = 1,
-        meanwhile: Callable[[], None] | None = None,
+        self, round: int, version: StateVersion | None, loop: int = 1, meanwhile: Callable[[], None] | None = None
     ) -> Assignment | wire.Provisional:
         """Report READY, with the version of the state held here, and wait for a newer world than that of `round`.
 
@@ -146,10 +142,7 @@ class WorkerLink:
         self._after_loop = False
 
     def left_loop(self) -> None:
-        """Record that the elastic loop has returned.
-
-        If the world breaks now, the driver gives the function time to return instead of removing this worker.
-        """
+        """Record that the elastic loop has returned: if the world breaks now, the driver lets the function return."""
         self._after_loop = True
         self._beat_now.set()
 
@@ -161,11 +154,7 @@ class WorkerLink:
         self._send(wire.LoopResult(loop, problem, result))
 
     def loop_result(self, loop: int, timeout_s: float) -> tuple[str, bytes]:
-        """Return the (problem, result) that another worker has offered of a loop that this one skips.
-
-        Raises:
-            TimeoutError: Nothing arrived within `timeout_s`.
-        """
+        """Return the (problem, result) offered of a loop that is skipped here; raise TimeoutError after `timeout_s`."""
         with self._changed:
             if not self._changed.wait_for(lambda: loop in self._loop_results, timeout_s):
                 raise TimeoutError(f"the result of elastic loop {loop} did not arrive within {timeout_s:.0f} s")
@@ -186,10 +175,7 @@ class WorkerLink:
             raise HorovodInternalError(f"round {round} is over: {self._cut_why}")
 
     def derive_key(self, purpose: str) -> bytes:
-        """Return 32 bytes that only this job's workers know: HMAC-SHA256 of the job's key over `purpose`.
-
-        Pickled objects sent between workers carry a MAC under it, so that no object of another origin is loaded.
-        """
+        """Return 32 bytes that only this job's workers know, for MACs of pickles: HMAC-SHA256 over `purpose`."""
         return hmac.digest(self._key, f"derived for {purpose}".encode(), "sha256")
 
     def show(self, what: wire.LiveProgress | wire.EpochEnded | wire.Notice) -> bool:
@@ -231,10 +217,7 @@ class WorkerLink:
         return value
 
     def gather(self, round: int, name: str, rank: int, size: int, value: str, timeout_s: float) -> Sequence[str]:
-        """Return the values of all members of the group `name` of a round, by rank in it; each of them calls this.
-
-        Raises as `kv_get`.
-        """
+        """Return the values of all members of a round's group `name`, by rank; each calls this. Raises as `kv_get`."""
         self._send(wire.KvGather(round, name, rank, size, value))
         what = f"values of all {size} members of {name}"
         found: tuple[str, ...] = self._await_in_round(round, (round, name), timeout_s, what)

@@ -39,14 +39,6 @@ def chromium() -> Iterator[Any]:
             made.quit()
 
 
-def set_screen(browser: Any, width: int, height: int = 900, *, dark: bool = False) -> None:
-    """Set the size of the window's contents and whether the user prefers a dark page."""
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-
-
 def errors(browser: Any) -> list[str]:
     """Return what the browser's console reports: errors of the script, and what the page's policy has blocked."""
     return [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import TracebackType
@@ -357,3 +358,15 @@ def namespaced(
 def _dotted(settings: dict[str, str]) -> dict[str, str]:
     """`spark_task_cpus="2"` means spark.task.cpus; keys that have a dot stay."""
     return {key if "." in key else key.replace("_", "."): value for key, value in settings.items()}
+
+
+def module_fixture(make: Callable[..., Cluster], *args: Any, **settings: Any) -> Any:
+    """Return a fixture, to be called `cluster`, of one cluster for all tests of a module."""
+    import pytest  # benchmarks run where it is not installed
+
+    @pytest.fixture(scope="module")
+    def cluster() -> Iterator[Cluster]:
+        with make(*args, **settings) as running:
+            yield running
+
+    return cluster

@@ -40,13 +40,9 @@ def why_unavailable() -> str | None:
 
 
 class Network:
-    """A bridge with an address of this machine (`gateway`) and one namespace per host.
+    """A bridge with an address of this machine (`gateway`) and one namespace per host, all with names of this test run.
 
-    Names carry the process id and a number, so that several test runs can share a machine.
-
-    Args:
-        ipv6: True: all addresses are IPv6, also those of loopback in the namespaces, which have no IPv4 at all.
-        local_ports: `net.ipv4.ip_local_port_range` of the namespaces; None: the system's default.
+    `ipv6`: the namespaces have no IPv4 at all. `local_ports`: their `net.ipv4.ip_local_port_range`.
     """
 
     _count = 0
@@ -145,12 +141,7 @@ class Network:
 
 
 class Eavesdropper:
-    """Counts the packets on a network interface, and those in which a pattern is. Needs root.
-
-    Attributes:
-        packets: All packets so far.
-        read: Those with the pattern.
-    """
+    """Counts the packets on a network interface (`packets`), and those in which a pattern is (`read`). Needs root."""
 
     def __init__(self, device: str, pattern: bytes) -> None:
         self._pattern = pattern

@@ -138,10 +138,8 @@ def _doing(pid: int) -> str:
 
 
 def waits_for_a_jvm(pid: int, command: str) -> bool:
-    """Return True for a Python worker of Spark whose daemon has ended, and which waits for more from its JVM.
-
-    Spark leaves such a worker behind if its task was cancelled at the wrong moment. It ends with the JVM, which in
-    local mode outlives the session. Agents wait for several connections at a time, in another system call.
+    """Return True for a Python worker whose task Spark cancelled at the wrong moment: its daemon has ended, and it
+    waits for its JVM, with which it ends. Agents wait in another system call.
     """
     doing = _doing(pid)
     return "pyspark.daemon" in command and doing.startswith("parent 1 ") and doing.endswith("in wait_woken")

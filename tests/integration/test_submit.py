@@ -1,7 +1,5 @@
 """examples/submit: the commands of its README that can be run on one machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,9 +1,8 @@
 """A simulated cluster around the real membership machine: executors, agents, workers and a network, in virtual time.
 
-Everything random comes from one seed. Messages of one channel keep their order, those of different channels do not,
-and some arrive twice. The last messages of a process that dies may be lost. A host behind a partition is not heard;
-what it and the driver have said meanwhile arrives when the partition is over, as with TCP. The clocks of hosts run at
-different speeds. `tests.simulation.training` has the workers.
+Everything random comes from one seed. Messages of one channel keep their order, and some arrive twice; the last ones of
+a process that dies may be lost. What is said across a partition arrives when it is over, as with TCP. Clocks differ in
+speed.
 """
 
 from __future__ import annotations

@@ -111,11 +111,7 @@ class Average(torch.nn.Module):
 
 
 class Remembering(torch.nn.Linear):
-    """Scales by what it has seen, in a buffer that is not persistent, and keeps two others that it makes and grows.
-
-    Args:
-        longest_bank: The number of rows that it remembers.
-    """
+    """Scales by what it has seen, in a buffer that is not persistent, and keeps two others that it makes and grows."""
 
     def __init__(self, inputs: int, longest_bank: int = 1000) -> None:
         super().__init__(inputs, 1)

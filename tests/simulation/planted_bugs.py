@@ -14,16 +14,7 @@ from pathlib import Path
 from typing import Any
 
 # what the machine is made of, lower floors first; events, commands, states and topology are shared with the checker
-_MODULES = (
-    "deadlines",
-    "registry",
-    "failures",
-    "slots",
-    "ranking",
-    "decisions",
-    "worlds",
-    "machine",
-)
+_MODULES = ("deadlines", "registry", "failures", "slots", "ranking", "decisions", "worlds", "machine")
 
 
 @dataclass(frozen=True)
@@ -75,10 +66,7 @@ BUGS = (
         "None if now >= self._until and wait.kind is not WaitKind.REPLACEMENTS else wait,",
     ),
     Bug(
-        "the survivors are not cut",
-        "worlds",
-        "if training and not self._settings.restarts_world:",
-        "if not training:",
+        "the survivors are not cut", "worlds", "if training and not self._settings.restarts_world:", "if not training:"
     ),
     Bug(
         "a loss does not break the world",
@@ -174,12 +162,7 @@ BUGS = (
         "        if next_loop:",
         "        if not self._elastic:",
     ),
-    Bug(
-        "some do what comes before the loop beside others in it",
-        "worlds",
-        "if 0 < in_loop < ready:",
-        "if ready < 0:",
-    ),
+    Bug("some do what comes before the loop beside others in it", "worlds", "if 0 < in_loop < ready:", "if ready < 0:"),
     Bug(
         "one who works after the loop is not waited for", "worlds", "if survivor.after_loop:", "if not survivor.round:"
     ),
@@ -232,12 +215,7 @@ BUGS = (
     ),
     Bug("one death counts twice", "slots", "if slot.excused or agent.retiring:", "if agent.retiring:"),
     Bug("a place is used before it cooled down", "slots", "        if due > now:\n", "        if due > now + 1e9:\n"),
-    Bug(
-        "a process that hangs at boot is kept",
-        "slots",
-        "self._context.boot_timer.start(worker.id, now)",
-        "pass",
-    ),
+    Bug("a process that hangs at boot is kept", "slots", "self._context.boot_timer.start(worker.id, now)", "pass"),
     Bug(
         "a decommissioned executor is used",
         "slots",

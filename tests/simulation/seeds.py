@@ -43,11 +43,8 @@ FAULTS = (
 
 
 def plan_of(rng: random.Random, *, large: bool = False, huge: bool = False) -> Plan:
-    """Draw a job and its failures.
-
-    Args:
-        large: 10 to 200 workers on up to 60 hosts, with few steps. Otherwise 1 to 8 on up to 4.
-        huge: 1,000 workers, eight on a host, with a step or two.
+    """Draw a job and its failures: 1 to 8 workers on up to 4 hosts; large: 10 to 200 on up to 60, with few steps; huge:
+    1,000, eight on a host, with a step or two.
     """
     hosts, cores = rng.randint(1, 4), rng.randint(1, 3)
     max_num_proc = rng.choice([1, 2, 3, 4, 4, 5, 6, 7, 8])

@@ -110,11 +110,8 @@ def twice(kind: type) -> type:
 
 
 def train(seed: int, observe: Callable[[Callable[[], str]], Callable[[], None]] | None = None) -> dict[str, Any]:
-    """Run the loop of this seed, and return its final values by kind.
-
-    Args:
-        observe: It is called with a function that returns a digest of the whole state, and returns a function to call
-            whenever the loop's function begins.
+    """Run the loop of this seed, and return its final values by kind. `observe` gets a function that returns a digest
+    of the whole state, and returns one to call whenever the loop's function begins.
     """
     import torch
     from torch.utils._pytree import tree_leaves

@@ -139,12 +139,7 @@ def start_job(loop: str, seed: int, folder: Path, on: str, cluster: Any) -> Any:
         function = functools.partial(random_kills.train, epochs=None)
         arguments = (seed, str(folder), EXACT_PAUSE_S)
     return spark_elastic.run_async(
-        function,
-        arguments,
-        verbose=0,
-        spark=cluster.spark if cluster is not None else None,
-        **sizes,
-        **settings,
+        function, arguments, verbose=0, spark=cluster.spark if cluster is not None else None, **sizes, **settings
     )
 
 
@@ -232,11 +227,7 @@ def problems_of(loop: str, seed: int, job: Any, diary: Diary, results: Any) -> l
 
 
 def left_behind(cluster: Any, before: Before, files: set[str], *, with_spark: bool) -> list[str]:
-    """Return what a job has left, after a moment for what is ending.
-
-    Args:
-        with_spark: Leave out the descriptors, because Spark runs in this process and opens its own.
-    """
+    """Return what a job has left, after a moment; with Spark in this process, descriptors are left out."""
     problems = []
     checks: list[Callable[[], object]] = [
         lambda: assert_gone(our_processes, GONE_S),
@@ -289,10 +280,10 @@ def storm(on: str, loop: str, seed: int, args: Any) -> tuple[Verdict, list[dict[
         worlds = (
             len({entry["round"] for entry in applied})  # a world without a step is not seen here
             if isinstance(job, Fit)
-            else sum(isinstance(each, WorldStarted) for each in job.events())
+            else sum(isinstance(each, WorldStarted) for each in job.timeline())
         )
         if problems and not isinstance(job, Fit):
-            print("the job's last events:", *job.events()[-80:], sep="\n  ", flush=True)
+            print("the job's last events:", *job.timeline()[-80:], sep="\n  ", flush=True)
         allowed = 2 * random_kills.loop_of(seed).commit_every if loop == "exact" else 0
         return verdict_of(applied, allowed, worlds, began, ended, problems), done
 

@@ -49,12 +49,8 @@ def fault_of(seed: int, number: int, kinds: Sequence[str], mean_gap_s: float) ->
 
 @dataclass
 class Site:
-    """Where a storm rages; several faults may be at work at once, each on its own thread.
-
-    cluster: None for processes of this machine that the local launcher started.
-
-    Attributes:
-        struck: Processes that were struck and may still be in a world -> when they were.
+    """Where a storm rages; several faults may be at work at once. `cluster` is None for processes of the local
+    launcher, `struck` holds the processes that were struck and may still be in a world, with the time of it.
     """
 
     diary: Diary

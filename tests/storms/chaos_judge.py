@@ -61,12 +61,8 @@ def first_times(applied: Sequence[Entry]) -> list[float]:
 
 
 def repeated_steps(applied: Sequence[Entry], allowed: int) -> tuple[int, list[str]]:
-    """Look for steps that a worker applied although it had applied them before.
-
-    Args:
-        allowed: How many steps a worker may go back to its last commit. 0: the loop marks each step.
-
-    Returns: the number of steps that were applied again, and in words where a worker went back by more.
+    """Return how many steps were applied again, and in words where a worker went back further than `allowed` steps (0:
+    the loop marks each step).
     """
     by_worker: dict[int, list[Entry]] = {}
     for entry in applied:

@@ -163,13 +163,8 @@ _BODIES: tuple[Callable[[random.Random], bytes], ...] = (
 
 @dataclass(eq=False)
 class Attempt:
-    """A connection of a stranger.
-
-    Attributes:
-        kind: Name of the attack, for the counts.
-        first: What it sends at once.
-        then: Makes the rest from the server's greeting; None: there is no rest.
-        end: Ends its side once everything is sent, because the server has to wait for more otherwise.
+    """A connection of a stranger, which sends `first` at once, and the rest that `then` makes from the server's
+    greeting. With `end` it then ends its side, because the server has to wait for more otherwise.
     """
 
     kind: str
@@ -254,11 +249,7 @@ def attempts(key: bytes, seed: int) -> Iterator[Attempt]:
 
 
 class Stranger:
-    """Makes attempts against an address, several at a time, and counts those that the server has closed.
-
-    Args:
-        rate: Attempts a second; None: as many as there can be.
-    """
+    """Makes attempts against an address, at most `rate` a second, and counts those that the server closed."""
 
     SIDE_BY_SIDE = 48
     """Below the number that the driver admits to their handshake, so that each is judged and none displaced."""

@@ -2,10 +2,7 @@
 
     python tests/storms/simulated_peers.py < commands > events      (JSON, one object a line)
 
-Each peer authenticates, sends its hello and its heartbeats, tries the connections that the driver asks for, receives
-worlds, sends an address to the driver and receives those of all members, and answers a cut by getting ready again. A
-real worker reads each world on its own machine; here the same bytes are read once for all peers of this process, so
-that this process is not what is measured.
+A real worker reads each world on its own machine; here the same bytes are read once for all peers of this process.
 """
 
 from __future__ import annotations

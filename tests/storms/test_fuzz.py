@@ -1,7 +1,5 @@
 """Short runs of `tests/storms/fuzz.py`: hostile frames against a server, and hostile files against their readers."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

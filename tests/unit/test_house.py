@@ -1,7 +1,5 @@
 """The package has no import circles, and no name of two classes."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -8,11 +8,7 @@ from pathlib import Path
 from tests.leftovers import NAMES
 
 PACKAGE = Path(__file__).parents[2] / "spark_elastic"
-MAKERS = {
-    "Thread": "name",
-    "InheritableThread": "name",
-    "ThreadPoolExecutor": "thread_name_prefix",
-}
+MAKERS = {"Thread": "name", "InheritableThread": "name", "ThreadPoolExecutor": "thread_name_prefix"}
 
 
 def texts(node: ast.AST) -> list[str]:

@@ -123,7 +123,7 @@ def _listed(piece: str) -> bool:
 
 
 def names_of(package: str) -> set[str]:
-    """Return the names that a package of the frontends lists, with those of the modules that it exports as a whole."""
+    """Return the names that a framework's package lists, with those of the modules that it exports as a whole."""
     folder = ROOT / "spark_elastic" / package
     paths = [folder.with_suffix(".py"), *(folder / name for name in ("__init__.py", "operations.py"))]
     trees = [ast.parse(path.read_text()) for path in paths if path.exists()]
@@ -253,8 +253,15 @@ FIGURES = [
     ("README.md", "fit.json", "fit: wall", "takes {:.1f} s", 1),
     ("README.md", "fit.json", "Horovod's TorchEstimator: wall", "TorchEstimator takes {:.1f} s", 1),
     ("README.md", "fit.json", "by hand: wall", "in TorchDistributor {:.1f} s", 1),
-    ("README.md", "transform.json", "transform", "transforms {:.0f} k rows/s", 1000),
-    ("README.md", "transform.json", "Horovod's TorchModel", "Horovod's {:.1f} k", 1000),
+    ("README.md", "transform.json", "transform", "puts {:.0f} k rows/s", 1000),
+    ("docs/benchmarks.md", "transform.json", "predict_batch_udf, 20-64-2", "same run: {:.0f} /", 1000),
+    (
+        "docs/benchmarks.md",
+        "peers_restart.json",
+        "SIGKILL -> next step, spark_elastic, restart",
+        "first line again / its next step | 0.53 / {:.2f} s",
+        1,
+    ),
     ("docs/benchmarks.md", "recovery-worker-processes.json", "worker -> next step, 3 -> 2", "| {:.0f} ms (p99", 1),
     ("docs/benchmarks.md", "start-local-cluster.json", "run -> first step", "| {:.1f} s |", 1),
     (

@@ -89,11 +89,7 @@ class WorldLink:
         return self._next()
 
     def join(
-        self,
-        round: int,
-        version: StateVersion | None,
-        loop: int = 1,
-        meanwhile: Callable[[], None] | None = None,
+        self, round: int, version: StateVersion | None, loop: int = 1, meanwhile: Callable[[], None] | None = None
     ) -> Assignment:
         self._ready(round, version, False)
         if meanwhile is not None:

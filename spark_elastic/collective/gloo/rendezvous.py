@@ -44,10 +44,7 @@ class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
 
 
 def compact(address: bytes) -> str:
-    """Return an address of Gloo as text. It has a number of 8 bytes for each member, and these grow by one.
-
-    So the differences between bytes that are 8 apart are mostly zeros, and few of them are left after compression.
-    """
+    """Return an address of Gloo as text: its numbers of 8 bytes grow by one, so their differences compress well."""
     differences = np.frombuffer(address, np.uint8).copy()
     differences[8:] -= differences[:-8].copy()
     return base64.b64encode(zlib.compress(differences.tobytes())).decode()

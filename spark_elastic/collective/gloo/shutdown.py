@@ -71,11 +71,8 @@ def open_sockets() -> dict[int, int]:
 class GroupSockets:
     """Duplicates of the connections of one group.
 
-    Args:
-        before: the inodes of the sockets that were open before any member could connect to this one. The numbers of
-            their descriptors may have been given to other sockets since.
-        addresses: the addresses of its members.
-        announced: the values that the members have put into the rendezvous; each contains its listener's port.
+    `before`: inodes of the sockets that were open before any member could connect to this one (descriptors may be used
+    again). `announced`: what the members have put into the rendezvous; each value contains its listener's port.
     """
 
     def __init__(self, before: Collection[int], addresses: Collection[str], announced: Sequence[bytes]) -> None:
@@ -129,11 +126,7 @@ def _connection(descriptor: int) -> socket.socket | None:
 
 
 def _belongs_to_group(connection: socket.socket, addresses: Collection[str], announced: Sequence[bytes]) -> bool:
-    """Return True if one end of the connection is a listener that a member announced.
-
-    Gloo announces the raw socket address, with port and address in network order. A search for these bytes does not
-    depend on the rest of the layout, which changes between versions.
-    """
+    """Return True if one end of the connection is an announced listener, by the raw address in Gloo's bytes."""
     try:
         ends = [connection.getsockname()[:2], connection.getpeername()[:2]]
     except OSError:  # a listener, or already closed

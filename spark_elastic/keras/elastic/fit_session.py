@@ -318,10 +318,7 @@ class FitSession:
         """What the state has counted before the end of the epoch that has ended last."""
 
     def epoch_begins(self, epoch: int, epochs: int | None) -> tuple[int, int]:
-        """Handle the beginning of the epoch to which Keras gives this number; `epochs` is the argument of `fit`.
-
-        Returns the epochs done that Keras does not count, and the batches done of this epoch.
-        """
+        """Begin the epoch that Keras numbers so; return the epochs that it does not count, and its batches done."""
         if self._offset is None:
             self._offset = self._state.epoch - epoch if self.counts_epochs else 0
             if self.counts_epochs and epochs is not None:

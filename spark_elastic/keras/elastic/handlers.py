@@ -130,10 +130,7 @@ class ModelHandler(VariablesHandler):
 
 
 class OptimizerHandler(VariablesHandler):
-    """The handler of an optimizer with all its variables: iterations, learning rate, slots, accumulators, loss scale.
-
-    A newcomer builds its optimizer for the variables of the state's `models`, by name.
-    """
+    """The handler of an optimizer with all its variables; a newcomer builds it for those of `models`, by name."""
 
     def __init__(self, value: Any, models: Callable[[], Mapping[str, Any]]) -> None:
         super().__init__(value, "the optimizer")

@@ -59,10 +59,7 @@ class KerasState(ElasticState):
     # --- called by the loop ---------------------------------------------------------------------
 
     def _before_joining(self) -> None:
-        """Trace the train step and run it once, on rows of the training data; the values are as before afterwards.
-
-        A graph's first run creates kernels and threads, which takes longer than the steps that follow.
-        """
+        """Trace the train step and run it once, since a first run is slow; afterwards values are as before."""
         model: Any = self.__dict__.get("model")
         in_advance = self._steps.fit.batches_in_advance
         if BACKEND != "tensorflow" or in_advance is None:
@@ -152,10 +149,7 @@ class KerasSteps(OptimizerSteps):
             self._counter.advance(taken)
 
     def _adopt_optimizer(self) -> None:
-        """Replace the state's optimizer by that of the model, which may have been compiled after the state was created.
-
-        Under mixed_float16 `compile` puts a `LossScaleOptimizer` around the optimizer that it is given.
-        """
+        """Replace the state's optimizer by the model's, which `compile` may have made, or wrapped, afterwards."""
         values = self._state.__dict__
         compiled = getattr(values.get("model"), "optimizer", None)
         own = values.get("optimizer")

@@ -73,11 +73,7 @@ class SnapshottedSteps:
         self._undo.append(undo)
 
     def _wrap_build(self, model: Any) -> None:
-        """Let `build` of a model give variables their values at once, also in a graph.
-
-        The forward pass that builds a model also updates its running means, which a failed step has to return to their
-        initial values.
-        """
+        """Let `build` of a model initialise variables at once, in a graph too: a failed step returns to them."""
         plain = model.build
 
         @functools.wraps(plain)
@@ -89,11 +85,7 @@ class SnapshottedSteps:
         self._replace(model, build=build)
 
     def _wrap_apply(self, optimizer: Any) -> None:
-        """Let `apply` of an optimizer build it first and, in a graph, wait for the gradients.
-
-        Without that the optimizer's count of iterations, which does not depend on the gradients, would be incremented
-        in parallel to a reduction that fails.
-        """
+        """Let `apply` build the optimizer first and, in a graph, wait for gradients before it counts a step."""
         plain = optimizer.apply
 
         def apply(grads: Any, trainable_variables: Any = None) -> None:
@@ -191,10 +183,7 @@ class SnapshottedSteps:
     # --- snapshots --------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Create TensorFlow variables for the copies that have none yet.
-
-        The first trace of a step may create metrics and parts of models; TensorFlow allows new variables in it only.
-        """
+        """Create TensorFlow variables for copies that have none; only a step's first trace may create any."""
         self._copied = self.untrained()
         if BACKEND == "torch":
             return

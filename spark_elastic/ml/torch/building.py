@@ -13,21 +13,27 @@ from spark_elastic.ml.torch.engine import objective_of
 from spark_elastic.ml.torch.model_function import ModelFunction, seeded
 from spark_elastic.ml.torch.model_step import ModelStep, StepPosition
 from spark_elastic.ml.torch.objective import BatchMaker
+from spark_elastic.ml.torch.serialization import frozen_digests, refuse_differing
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.dry_run import ROWS, user_code
 from spark_elastic.ml.training.engine import first_rows
 
 
 def built(training: TorchTraining) -> TorchTraining:
-    """Return the training with a module for its model, which may be a function."""
+    """Return the training with a module for its model, which may be a function, and digests of its frozen parameters.
+
+    Raises InvalidSettingsError if these are not those of the model on the driver.
+    """
     function = training.model
-    if not isinstance(function, ModelFunction):
-        return training
-    with seeded(function.seed):
-        training = replace(training, model=function.made(), made_by=function)
-        if lazy_names(training.model):
-            initialize(training)
-    return training
+    if isinstance(function, ModelFunction):
+        with seeded(function.seed):
+            training = replace(training, model=function.made(), made_by=function)
+            if lazy_names(training.model):
+                initialize(training)
+    frozen = frozen_digests(training.model)
+    given = frozen if training.frozen is None else training.frozen
+    refuse_differing([name for name in {**given, **frozen} if given.get(name) != frozen.get(name)])
+    return replace(training, frozen=frozen)
 
 
 def input_shapes(training: TorchTraining) -> Shapes:

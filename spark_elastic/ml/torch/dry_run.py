@@ -66,7 +66,7 @@ def dry_run(
         else:
             given = training
             _check_parts(given)
-            copied = _copied(training)
+            copied = built(_copied(training))
         if training.sync_batch_norm:
             common.warn_of_local_batch_statistics(
                 unconverted(given.model),
@@ -78,10 +78,10 @@ def dry_run(
         result, found = _step(copied, batch)
         first = next(iter(as_list(training.loss)), None)
         with common.returned_model(type(copied.model).__name__):
-            returned = trained_copy(training.model, weights_to_bytes(copied.model)).eval()
+            returned = trained_copy(training.model, weights_to_bytes(copied.model, copied.frozen or {})).eval()
         predictor = TorchPredictor(returned, "cpu")
         tried = common.try_transform(copied, batch, predictor, inference_fn, result.rule or rule(first))
-        return replace(tried, settings=found)
+        return replace(tried, settings={**found, "frozen": copied.frozen})
     finally:
         torch.random.set_rng_state(generator)
 

@@ -72,6 +72,7 @@ class TorchEngine(Engine):
         self._params = [param for param in with_grad if id(param) in trained]
         self._others = [param for param in with_grad if id(param) not in trained]
         """Parameters of no optimizer. Their gradients differ between workers and must not accumulate."""
+        self._frozen = training.frozen or {}  # what no file of the training needs as long as it is unchanged
         self._buffers = list(model.buffers())
         self._synchronised = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
         self._validated = Progress()  # the progress of the training at the last `begin_validation`
@@ -248,17 +249,17 @@ class TorchEngine(Engine):
         return_freed_memory()
 
     def model_file(self) -> tuple[str, bytes]:
-        return MODEL_FILE, weights_to_bytes(self.model)
+        return MODEL_FILE, weights_to_bytes(self.model, self._frozen)
 
     def copies(self, at: Progress) -> Callable[[], dict[str, bytes]]:
         # `detached` and `encode` raise CheckpointError if something cannot be written, or a parameter is NaN.
-        scheduler, best = self.schedule.scheduler, self.best
+        scheduler, best, frozen = self.schedule.scheduler, self.best, self._frozen
         tensors = {
-            "model": state_of(self.model),
+            "model": state_of(self.model, frozen=frozen),
             "optimizer": detached(self.optimizer.state_dict(), "the optimizer"),
             "scheduler": None if scheduler is None else detached(scheduler.state_dict(), "the lr_scheduler"),
             "scaler": None if self.scaler is None else detached(self.scaler.state_dict(), "the GradScaler"),
-            "best": None if best is None or at.best_epoch is None else state_of(best, "the best model"),
+            "best": None if best is None or at.best_epoch is None else state_of(best, "the best model", frozen=frozen),
             "pieces": detached(at.pieces, "the metrics"),
             "val_pieces": detached(at.val_pieces, "the metrics"),
         }

@@ -191,11 +191,14 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
 
     @classmethod
     @with_keywords_of(__init__)
-    def from_transformers(cls, model: torch.nn.Module, settings: dict[str, Any]) -> ElasticTorchEstimator:
+    def from_transformers(
+        cls, model: torch.nn.Module | Callable[[], torch.nn.Module], settings: dict[str, Any]
+    ) -> ElasticTorchEstimator:
         """Return an estimator for a model that takes inputs by name and returns an object with `.loss` and `.logits`.
 
         Args:
-            model: A model of transformers, or another one with such a forward.
+            model: A model of transformers or PEFT, or another one with such a forward; or a function that returns one,
+                called here and in each worker.
             settings: The other settings, as keywords. `feature_cols` and `label_cols` name the arguments of the model's
                 forward, such as "input_ids" and "labels". The default optimizer is AdamW with a rate of 5e-5.
 

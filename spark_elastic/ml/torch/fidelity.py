@@ -82,7 +82,8 @@ def _tensor_facts(
 
 
 def _hooks_of(owner: Any) -> dict[str, list[str]]:
-    found = {name: each for name, each in vars(owner).items() if name.endswith("_hooks") and each}
+    own = {name: each for name, each in vars(owner).items() if isinstance(each, Mapping)}  # no list of handles
+    found = {name: each for name, each in own.items() if name.endswith("_hooks") and each}
     return {name: [_name(hook) for hook in each.values()] for name, each in found.items()}
 
 

@@ -94,7 +94,7 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
                 f"model must be a torch.nn.Module, not {model!r}; or a function that returns one: {FORM}"
             )
         takes_shapes(model)  # raises if it takes more
-        if step is not None:
+        if step is not None and not step.takes_functions:
             raise InvalidSettingsError(
                 f"model is a function, and {step.name} must be given as it is: a torch.nn.Module"
             )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from spark_elastic.collective.gpu.devices import choose_device, device_info
+from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.fitted import Fitted
 from spark_elastic.ml.model import ElasticModel
@@ -22,6 +26,7 @@ from spark_elastic.ml.torch import saved_model, serialization
 from spark_elastic.ml.torch.lightning import prediction_call
 from spark_elastic.ml.torch.model_function import ModelFunction
 from spark_elastic.ml.torch.objective import outputs_of
+from spark_elastic.ml.torch.transformers import NamedInputs
 from spark_elastic.runs.trust import trusted_files
 
 _ROWS_ON_CPU = 512
@@ -59,6 +64,31 @@ class ElasticTorchModel(ElasticModel):
         """
         instead = {} if module is None else {saved_model.ARCHITECTURE: module}
         return ElasticReader(cls, trusted, **instead).load(path)
+
+    def save_pretrained(self, path: str | os.PathLike[str]) -> None:
+        """Write the module as its own `save_pretrained` does: of a PEFT model the adapter alone.
+
+        Args:
+            path: A folder of this machine, or a URI that `Store` opens.
+
+        Raises:
+            InvalidSettingsError: The module is no model of transformers or PEFT.
+        """
+        given: Any = self.module
+        given = given.model if isinstance(given, NamedInputs) else given
+        if not hasattr(given, "save_pretrained"):
+            raise InvalidSettingsError(
+                f"{type(given).__name__} has no save_pretrained, as models of transformers and PEFT have; use save"
+            )
+        store = Store.create(os.fspath(path))
+        if store.is_local:
+            given.save_pretrained(str(store.local_path()))
+            return
+        with tempfile.TemporaryDirectory(prefix="spark_elastic-save-") as folder:
+            given.save_pretrained(folder)
+            for file in Path(folder).rglob("*"):
+                if file.is_file():
+                    store.write_bytes(file.relative_to(folder).as_posix(), file.read_bytes())
 
     @classmethod
     def _codec(cls) -> Codec:

@@ -109,6 +109,7 @@ class ModelStep(ABC):
     decides: tuple[str, ...] = ()  # the settings that the model decides, which must not be set
     makes_optimizer = False  # `configured` returns an optimizer
     label_dtype: str | None = None  # the type of labels that are numbers; None: as in their columns
+    takes_functions = False  # the model may be a function that makes it
     exact = False  # a call depends on the model's tensors and on its rows alone, as consistency='exact' needs it
 
     def configured(self, model: Any, epochs: int, steps_an_epoch: int | None) -> dict[str, Any]:

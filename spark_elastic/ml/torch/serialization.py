@@ -10,43 +10,94 @@ from __future__ import annotations
 import importlib
 import io
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from spark_elastic.errors import CheckpointError
+from spark_elastic.collective.digest import digest
+from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.torch.fidelity import differences, tensors_of
 from spark_elastic.runs import trust
 from spark_elastic.runs.tensors import detached, from_bytes, to_bytes
 from spark_elastic.wire import pickling
 
 _BUFFERS = "spark_elastic.buffers"  # the entry of a state's `_metadata` with buffers of persistent=False, by name
+_FROZEN = "spark_elastic.frozen"  # the entry with the digests of the frozen parameters that a state leaves out, by name
+_NONE: Mapping[str, str] = {}
 
 
-def state_of(module: torch.nn.Module, where: str = "the model", copy: bool = True) -> OrderedDict[str, Any]:
-    """Copy a module's `state_dict` with `detached`, and the buffers that it leaves out into its `_metadata`."""
+def frozen_digests(module: torch.nn.Module) -> dict[str, str]:
+    """Return a digest of each parameter that is not trained, by its name in the `state_dict`.
+
+    It is "" for layers that PEFT keeps beside their trained copies (`modules_to_save`), such as a head drawn at random.
+    """
+    paths = {path for path, _ in module.named_modules()}
+    wrappers = [path for path in paths if {f"{path}.original_module", f"{path}.modules_to_save"} <= paths]
+    unused = tuple(f"{path}.original_module." for path in wrappers)
+    return {
+        name: "" if name.startswith(unused) else digest(each).hex()
+        for name, each in module.state_dict(keep_vars=True).items()
+        # those of other classes, such as quantized ones, may have contents that no digest sees
+        if type(each) is torch.nn.Parameter and not each.requires_grad and not each.is_meta
+    }
+
+
+def _is_as(tensor: torch.Tensor, known: str) -> bool:
+    return not known or digest(tensor).hex() == known
+
+
+def refuse_differing(differing: Sequence[str]) -> None:
+    """Raise InvalidSettingsError if there are names of frozen parameters that are not as they were given."""
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise InvalidSettingsError(
+            "frozen weights (requires_grad=False) are not those that the training began with: "
+            f"{', '.join(differing[:3])}{more}. They are neither sent by workers nor part of checkpoints, so they must "
+            "be the same each time: a function that makes the model has to load them, or to draw them with a seed, and "
+            "a run is resumed with those that it began with"
+        )
+
+
+def state_of(
+    module: torch.nn.Module, where: str = "the model", copy: bool = True, frozen: Mapping[str, str] = _NONE
+) -> OrderedDict[str, Any]:
+    """Copy a module's `state_dict` with `detached`, and the buffers that it leaves out into its `_metadata`.
+
+    Parameters that still have the digests `frozen` are left out; their digests are in the `_metadata`.
+    """
     given = module.state_dict()
-    state: Any = OrderedDict(detached(given, where, copy))
+    left = {name: known for name, known in frozen.items() if _is_as(given[name], known)}
+    state: Any = detached(OrderedDict((name, each) for name, each in given.items() if name not in left), where, copy)
     others = {name: each for name, each in module.named_buffers() if name not in given}
     extra = {_BUFFERS: detached(others, where, copy)} if others else {}
-    state._metadata = {**getattr(given, "_metadata", {}), **extra}
+    state._metadata = {**getattr(given, "_metadata", {}), **extra, **({_FROZEN: left} if left else {})}
     return state  # type: ignore[no-any-return]
 
 
 def load_state(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Load what `state_of` has returned, or a `state_dict`; raise RuntimeError if it does not fit."""
+    """Load what `state_of` has returned, or a `state_dict`; raise RuntimeError if it does not fit.
+
+    Raises InvalidSettingsError if frozen parameters that the state leaves out have other values in the module.
+    """
+    metadata = getattr(state, "_metadata", {})
+    if left := metadata.get(_FROZEN):
+        given = module.state_dict()
+        refuse_differing([name for name, known in left.items() if name not in given or not _is_as(given[name], known)])
+        merged: Any = OrderedDict({**state, **{name: given[name] for name in left}})
+        merged._metadata = metadata
+        state = merged
     module.load_state_dict(state)
-    for name, value in getattr(state, "_metadata", {}).get(_BUFFERS, {}).items():
+    for name, value in metadata.get(_BUFFERS, {}).items():
         path, _, key = name.rpartition(".")
         part = module.get_submodule(path)
         own = part._buffers.get(key)
         part._buffers[key] = value if own is None or own.shape != value.shape else own.copy_(value)
 
 
-def weights_to_bytes(module: torch.nn.Module) -> bytes:
+def weights_to_bytes(module: torch.nn.Module, frozen: Mapping[str, str] = _NONE) -> bytes:
     """Return `state_of` the module as a file for `from_bytes`; the file is a `state_dict` for torch."""
-    state: Any = state_of(module, copy=False)
+    state: Any = state_of(module, copy=False, frozen=frozen)
     for tensors in (state, state._metadata.get(_BUFFERS, {})):
         tensors.update({name: _compact(each) for name, each in tensors.items() if isinstance(each, torch.Tensor)})
     return to_bytes(state, sum(each.nbytes for each in state.values() if isinstance(each, torch.Tensor)))
@@ -99,6 +150,8 @@ def fill(module: torch.nn.Module, weights: dict[str, Any]) -> torch.nn.Module:
             tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)
     try:
         load_state(module, weights)
+    except InvalidSettingsError:
+        raise
     except Exception as error:  # of names and shapes, or of a damaged file
         raise CheckpointError(f"the saved weights do not fit {type(module).__name__}: {error}") from error
     return module

@@ -16,7 +16,7 @@ from spark_elastic.ml.torch.model_step import LoggedName
 from spark_elastic.ml.training.spec import Training
 
 MODEL_FILE = "model.pt"
-"""The file in the run's store with the `state_dict` of the trained model, for `torch.load(..., weights_only=True)`."""
+"""The file in the run's store with the `state_dict` of the trained model, without its frozen parameters."""
 
 
 def global_config() -> dict[str, Any]:
@@ -37,6 +37,7 @@ class TorchTraining(Training):
     Attributes:
         model: a `torch.nn.Module`; a `ModelFunction` until `building.built` has called it.
         made_by: the function that has made the model in this process; None if a module was given.
+        frozen: digests of the parameters that are not trained, by name; None until `building.built` has found them.
         loss: as of the estimator. One of torch gets labels with or without a last axis of 1, as it needs them, another
             one as their columns have them; see `objective.LossTerm` for what it may return.
         train_fn: as of the estimator. It is also called for validation, without gradients and in eval mode.
@@ -63,6 +64,7 @@ class TorchTraining(Training):
     generators: Sequence[Any] = ()
     config: Mapping[str, Any] = field(default_factory=global_config)
     made_by: ModelFunction | None = None
+    frozen: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         if self.virtual_workers is not None:  # batch normalisation takes the statistics of each shard

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.preparation import FLOAT, INTEGER
+from spark_elastic.ml.torch.model_function import ModelFunction, name_of
 from spark_elastic.ml.torch.model_step import ForwardResult, ModelStep, TorchBatch
 
 _IGNORED_LABEL = -100
@@ -27,6 +29,18 @@ class NamedInputs(torch.nn.Module):
         return outputs_in(self.model(**dict(zip(self.inputs, values, strict=True))))
 
 
+class NamedFunction:
+    """A function that returns such a model, as one that returns it as `NamedInputs`."""
+
+    def __init__(self, function: Callable[[], Any], inputs: Sequence[str]) -> None:
+        self.function, self.inputs = function, tuple(inputs)
+        self.__qualname__ = name_of(function)  # for errors
+
+    def __call__(self) -> Any:
+        made = self.function()
+        return NamedInputs(made, self.inputs) if isinstance(made, torch.nn.Module) else made
+
+
 class ModelLoss(ModelStep):
     """Calls a `NamedInputs` with its labels, for the loss that its model computes.
 
@@ -36,7 +50,7 @@ class ModelLoss(ModelStep):
 
     decides = ("loss", "loss_weights", "sample_weight_col")
     name = "the model"
-    exact = True
+    takes_functions = exact = True
 
     def __init__(self, labels: Sequence[str], shifted: bool, classes: bool) -> None:
         self._labels, self._shifted, self._classes = tuple(labels), shifted, classes
@@ -93,9 +107,17 @@ def outputs_in(output: Any) -> tuple[torch.Tensor, ...]:
 
 def settings_of(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of an estimator for the model, with those of the caller, `given`."""
-    if not isinstance(model, torch.nn.Module):
-        raise InvalidSettingsError(f"from_transformers needs a torch.nn.Module, not {model!r:.200}")
+    if not callable(model):
+        raise InvalidSettingsError(
+            f"from_transformers needs a torch.nn.Module, or a function without arguments that returns one, not "
+            f"{model!r:.200}"
+        )
     names = {name: _columns(given, name, example) for name, example in _EXAMPLES.items()}
+    named: Any = NamedFunction(model, names["feature_cols"])
+    if isinstance(model, torch.nn.Module):
+        named = NamedInputs(model, names["feature_cols"])
+    else:  # its class and configuration decide how it is trained
+        model = ModelFunction(named, seed=given.get("seed") or 0)().model
     config = getattr(model, "config", None)
     shifted = hasattr(model, "loss_type") and model.loss_type in (None, *_SHIFTED)
     shifted = shifted and not getattr(config, "is_encoder_decoder", False)
@@ -108,12 +130,12 @@ def settings_of(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         step.label_dtype = FLOAT
     settings = {
         **given,
-        "model": NamedInputs(model, names["feature_cols"]),
+        "model": named,
         "train_fn": step,
         "feature_cols": [[name] for name in names["feature_cols"]],
     }
     if settings.get("optimizer") is None:
-        settings["optimizer"] = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+        settings["optimizer"] = partial(torch.optim.AdamW, lr=_LEARNING_RATE)
     return settings
 
 

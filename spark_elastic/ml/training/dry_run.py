@@ -56,10 +56,7 @@ class DryRunResult:
 
 @contextmanager
 def user_code(subject: str, rows: int, tensors: Mapping[str, Any]) -> Iterator[None]:
-    """Turn errors of the user's code into a `DataError` that names it and its tensors, which may explain them.
-
-    A fault of the code itself, such as a name that does not exist, and an `InvalidSettingsError` stay as they are.
-    """
+    """Turn errors of the user's code into a `DataError` with its tensors, unless the code is wrong for any of them."""
     try:
         yield
     except Exception as error:
@@ -104,6 +101,8 @@ def returned_model(name: str) -> Iterator[None]:
     """Raise `InvalidSettingsError` for an error in making what `fit` would return now of the trained model."""
     try:
         yield
+    except InvalidSettingsError:
+        raise
     except Exception as error:
         raise InvalidSettingsError(
             f"the trained {name} could not be returned from the workers: its weights after a step cannot be loaded "
@@ -123,10 +122,7 @@ def optimizer_errors(optimizer: Any, variables: str) -> Iterator[None]:
 
 
 def round_trip_pickle(training: T, remedies: Mapping[str, str] = {}) -> T:
-    """Return a pickled copy of the whole, because parts share objects. Raise NotPicklableError with the setting.
-
-    `remedies`: what to do instead, by setting.
-    """
+    """Return a pickled copy of the whole; raise NotPicklableError with the setting and its remedy in `remedies`."""
     try:
         return round_trip(training)  # type: ignore[no-any-return]
     except Exception as error:

@@ -186,12 +186,8 @@ class ResultWriter:
     """Writes the result of a training on its own thread, with retries: hours of work must survive a storage failure.
 
     Files that could not be written within `timeout_s` are in `unsaved`. A write that does not return is given up after
-    twice that time.
-
-    Args:
-        files: By name, in the order in which they are written.
-        before: Called before the first file is written.
-        check: Raises `RunTakenError` if this process must not write any more; that is not retried.
+    twice that time. `before` is called before the first file; `check` raises `RunTakenError`, which is not retried, if
+    this process must not write any more.
     """
 
     def __init__(

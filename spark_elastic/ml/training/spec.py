@@ -118,10 +118,7 @@ STOPPED_ELSEWHERE = "a callback of another worker requested the end of the train
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Progress:
-    """How far a training has come: one immutable value, replaced after each step and each turn of a validation.
-
-    The plain part of a training's state; the tensors are in the model and the optimizer.
-    """
+    """How far a training has come: one immutable value, the plain part of its state."""
 
     phase: TrainingPhase = TrainingPhase.TRAIN
     epoch: int = 0

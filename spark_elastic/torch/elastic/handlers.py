@@ -449,10 +449,7 @@ class OptimizerStateHandler(StateHandler):
                 inner[name].set_light(part)
 
     def _held(self) -> dict[str, Any]:
-        """Return the attributes that are tensors, arrays, random number generators, or containers of them.
-
-        Those of parameters only are left out. Raises UsageError if one has parameters and other tensors.
-        """
+        """Return attributes with tensors, arrays or generators, but for parameters; UsageError for a mixture."""
         out = {}
         for name, value in vars(self.value).items():
             if name in OF_OPTIMIZERS or is_plain(value) or not (parts := changed_in_place(value)):

@@ -1,7 +1,5 @@
 """A process with Spark Connect: pyspark's own classes look at the environment to know that they are in one."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("grpc")

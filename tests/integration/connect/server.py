@@ -48,16 +48,8 @@ _SETTINGS = {
 
 
 class ConnectServer:
-    """A Spark Connect server, with the master and workers of a cluster if `workers` is given.
-
-    Args:
-        master: The server's master; without it a standalone cluster is started.
-        workers: Workers of that cluster.
-        cores: Cores of each worker.
-        settings: Settings of Spark.
-        package: Whether the tasks find spark_elastic in PYTHONPATH.
-        python: The Python of the tasks.
-        paths: The tasks' PYTHONPATH instead.
+    """A Spark Connect server on `master`, or on a standalone cluster of `workers` with `cores` each. Its tasks run
+    `python` and find spark_elastic in PYTHONPATH if `package` is set, or get `paths` as PYTHONPATH instead.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
 """Estimators on a Spark Connect server: fit, transform, Spark ML's tools, saved models."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

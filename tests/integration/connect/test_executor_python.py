@@ -1,7 +1,5 @@
 """Executors of a Spark Connect server whose Python is not this program's: it lacks this package, or more."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """`run` on a Spark Connect server: kills, cancellation, large functions and results, errors."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -62,7 +60,7 @@ def test_training_survives_the_kill_of_a_worker_and_of_an_agent(session, tmp_pat
     os.kill(agent, signal.SIGKILL)  # the Python worker of the Spark task; its query fails with it
     diary.wait_for_world(2, after=world[0]["round"])
     assert len(finished(job, diary)) == 2
-    assert len([each for each in job.events() if isinstance(each, WorldStarted)]) >= 3
+    assert len([each for each in job.timeline() if isinstance(each, WorldStarted)]) >= 3
 
 
 def test_cancelled_training_ends_within_seconds(server, session, tmp_path):
@@ -87,7 +85,7 @@ def test_user_who_interrupts_all_queries_of_the_session_does_not_end_the_job(ses
         return hvd.rank()
 
     def worlds():
-        return [each for each in job.events() if isinstance(each, WorldStarted)]
+        return [each for each in job.timeline() if isinstance(each, WorldStarted)]
 
     job = spark_elastic.run_async(wait_for_a_file, num_proc=2, spark=session, **PROMPT)
     wait_until(lambda: session.interruptAll() or job.done(), 60, "the query that looks for slots is cancelled")

@@ -1,7 +1,5 @@
 """The server of Spark Connect dies while a job runs."""
 
-from __future__ import annotations
-
 import pytest
 
 import spark_elastic

@@ -1,7 +1,5 @@
 """A Spark Connect server on a standalone cluster: executors die and come back while workers train on them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """One local cluster for all tests of a module, and access to the stored rows of a dataset."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A write that cannot be done is reported, and leaves nothing; `tests/unit/data/test_bad_values.py` has the values."""
 
-from __future__ import annotations
-
 import pytest
 from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import functions as F

@@ -1,7 +1,5 @@
 """If executors or Python workers die while they write, the dataset is correct and contains each row once."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows are written by each call, unless a dataset_id finds them; what is written, what is deleted, and when."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Every type of column that can be stored is read with the values that it had in Spark."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 

@@ -12,15 +12,10 @@ import pytest
 import spark_elastic
 from spark_elastic import clock
 from spark_elastic.diagnostics.findings import OK, PROBLEM
-from tests.integration.clusters import local, local_cluster
+from tests.integration.clusters import local, local_cluster, module_fixture
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with local_cluster(2, 1) as made:
-        yield made
+cluster = module_fixture(local_cluster, 2, 1)
 
 
 def level(report, check):

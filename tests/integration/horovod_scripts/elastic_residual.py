@@ -130,10 +130,7 @@ if __name__ == "__main__":
 
     model = nn.Sequential(nn.Conv2d(3, 8, 1), Block(8), Block(8), nn.Flatten(), nn.Linear(512, 10))
     optimizer = optim.SGD(
-        model.parameters(),
-        lr=args.base_lr * args.batches_per_allreduce * hvd.size(),
-        momentum=0.9,
-        weight_decay=5e-5,
+        model.parameters(), lr=args.base_lr * args.batches_per_allreduce * hvd.size(), momentum=0.9, weight_decay=5e-5
     )
     optimizer = hvd.DistributedOptimizer(
         optimizer,

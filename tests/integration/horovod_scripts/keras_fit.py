@@ -66,11 +66,7 @@ if hvd.rank() == 0:
 @hvd.elastic.run
 def train(state):
     state.model.fit(
-        dataset,
-        steps_per_epoch=48 // hvd.size(),
-        epochs=args.epochs - state.epoch,
-        callbacks=callbacks,
-        verbose=0,
+        dataset, steps_per_epoch=48 // hvd.size(), epochs=args.epochs - state.epoch, callbacks=callbacks, verbose=0
     )
 
 

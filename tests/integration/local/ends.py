@@ -19,6 +19,20 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def places(folder, deaths):
+    """Return a function by which a worker dies at a place if its rank is to; each of the deaths happens once."""
+
+    def at(place):
+        import spark_elastic.torch as hvd
+
+        for number, (where, rank) in enumerate(deaths):
+            if where == place and rank == hvd.rank() and once(folder, f"death-{number}"):
+                note(folder, f"death at {place}")
+                die()
+
+    return at
+
+
 def note(folder, what):
     """Add a line to a diary that all workers keep; a line this short is written whole."""
     with open(Path(folder, "diary"), "a") as diary:
@@ -80,18 +94,12 @@ def with_an_end(folder, deaths):
 
     import spark_elastic.torch as hvd
 
-    def at(place):
-        for number, (where, rank) in enumerate(deaths):
-            if where == place and rank == hvd.rank() and once(folder, f"death-{number}"):
-                note(folder, f"death at {place}")
-                die()
-
+    at = places(folder, deaths)
     model, optimizer = make()
     at("init")
     loop, state = train_for(model, optimizer, 10)
     said = loop(state)
-    at("loop's end")
-    ranks = hvd.allgather(torch.tensor([hvd.rank()])).tolist()
+    hvd.allgather(torch.tensor([hvd.rank()]))
     at("gathered")
     ranks = hvd.allgather(torch.tensor([hvd.rank()])).tolist()
     if hvd.rank() == 0:
@@ -102,22 +110,15 @@ def with_an_end(folder, deaths):
 
 
 def two_loops(folder, deaths, newcomer_waits=0, returned=None, go=""):
-    """Train for 6 steps, look at the outcome, train for 8 more with another state.
+    """Train for 6 steps, look at the outcome, and train for 8 more with another state, up to the file `go`.
 
-    deaths: as above, at places with a step. newcomer_waits: the first world holds still in the second loop until that
-    many workers are there, so that one comes late for certain. returned: what the first loop returns instead of its
-    words, by a function. go: the name of a file without which the second loop does not end.
+    The second loop's first world waits for `newcomer_waits` workers; `returned` makes what the first loop returns.
     """
     import torch
 
     import spark_elastic.torch as hvd
 
-    def at(place):
-        for number, (where, rank) in enumerate(deaths):
-            if where == place and rank == hvd.rank() and once(folder, f"death-{number}"):
-                note(folder, f"death at {place}")
-                die()
-
+    at = places(folder, deaths)
     note(folder, f"called in process {os.getpid()}")
     model, optimizer = make()
     loop, state = train_for(model, optimizer, 6)
@@ -128,12 +129,10 @@ def two_loops(folder, deaths, newcomer_waits=0, returned=None, go=""):
         first = repr(first)
     at("between")
     hvd.allreduce(torch.ones(1))
-    at("before second")
     second = hvd.elastic.TorchState(model, optimizer, step=0, seen=0)
 
     @hvd.elastic.run
     def go_on(second):
-        at("second entered")
         while second.step < 8:
             while hvd.size() < newcomer_waits:
                 time.sleep(0.01)

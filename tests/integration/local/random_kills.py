@@ -57,15 +57,8 @@ class Scale:
 
 
 def train(seed: int, folder: str | None, pause_s: float, *, epochs: int | None = EPOCHS):
-    """Run the loop of this seed.
-
-    Args:
-        folder: Where each step is noted with its time (a diary: see `tests.integration.spark.training`); None: nothing
-            is noted.
-        pause_s: Seconds of sleep in each step.
-        epochs: None: until the file `finish` is in the folder at the beginning of an epoch.
-
-    Returns: what it has come to. The second value after the digest is the number of epochs.
+    """Run the loop of this seed; return what it has come to, with the number of epochs after the digest. Each step
+    takes `pause_s` more, and is noted in the diary in `folder`. No `epochs`: until the file `finish` is in the folder.
     """
     import torch
 

@@ -37,12 +37,9 @@ def step(model: Any, optimizer: Any, schedule: Any, number: int) -> None:
 
 
 def train(limit: int, pause_at: int | None = None, diary: str = "") -> tuple[int, list[int], list[Any]]:
-    """Return the step at which the loop began here, the steps of all calls, and the trained weights.
-
-    Args:
-        limit: The number of steps.
-        pause_at: The step in which all workers wait until they are killed.
-        diary: A folder in which rank 0 notes each commit, which it makes only once the one before is written.
+    """Return the step at which the loop began here, the steps of all calls, and the trained weights. All workers wait
+    in the step `pause_at` until they are killed; rank 0 notes each commit in the folder `diary` once the last is
+    written.
     """
     import spark_elastic.torch as hvd
     from spark_elastic.elastic.frontend import frontend

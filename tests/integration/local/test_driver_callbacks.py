@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import spark_elastic
-from spark_elastic import DriverCallback, LocalLauncher
+from spark_elastic import LocalLauncher
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.errors import JobCancelledError
 from spark_elastic.ml.callbacks import Callback
 from tests.integration.local.driver_fits import Killing, Pids, Watch, estimator
 from tests.integration.processes import GONE_S, KEPT, MARK, OF_THIS_PROCESS, assert_gone, left_by_jobs, wait_until
 from tests.leftovers import Before
-from tests.unit.ml.torch.estimators import make_net, make_set
+from tests.unit.ml.torch.estimators import make_set
 
 
 @pytest.fixture(scope="module")
@@ -131,34 +130,6 @@ def test_run_calls_callbacks_and_a_stop_cancels_the_job() -> None:
     with pytest.raises(JobCancelledError, match="seen enough"):
         spark_elastic.run(sleep, launcher=LocalLauncher(), callbacks=stopping, **launcher)  # type: ignore[arg-type]
     assert isinstance(stopping.results[0].error, JobCancelledError)
-
-
-@pytest.mark.nightly
-def test_optuna_prunes_a_trial_and_the_study_goes_on(rows: Dataset) -> None:
-    optuna = pytest.importorskip("optuna")
-    optuna.logging.disable_default_handler()
-
-    class Report(DriverCallback):
-        def __init__(self, trial: Any) -> None:
-            self.trial = trial
-
-        def on_epoch_end(self, row: Any) -> Any:
-            self.trial.report(row["val_loss"], row["epoch"])
-            if self.trial.should_prune():
-                raise optuna.TrialPruned
-
-    def objective(trial: Any) -> float:
-        rate = [0.5, 1e-6][trial.number]
-        net = make_net()
-        model = estimator(
-            Report(trial), num_proc=1, epochs=4, model=net, optimizer=torch.optim.SGD(net.parameters(), lr=rate)
-        ).from_dataset_path(rows)
-        return float(model.history[-1]["val_loss"])
-
-    study = optuna.create_study(pruner=optuna.pruners.MedianPruner(n_startup_trials=1, n_warmup_steps=1))
-    study.optimize(objective, n_trials=2)
-    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "PRUNED"]
-    assert len(study.trials[1].intermediate_values) < 4
 
 
 @pytest.mark.nightly

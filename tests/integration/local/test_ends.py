@@ -25,7 +25,7 @@ def undisturbed():
 
 
 def sizes(job):
-    return [record.size for record in job.events() if isinstance(record, WorldStarted)]
+    return [record.size for record in job.timeline() if isinstance(record, WorldStarted)]
 
 
 def check(results, undisturbed):
@@ -92,17 +92,16 @@ def test_a_newcomer_that_cannot_have_an_earlier_loops_result_does_not_end_the_jo
     assert "cannot be replaced: the result of loop 1 cannot be sent to new ones, because it" in capfd.readouterr().err
 
 
+def with_worker_2_done(start_job, folder):
+    settings = {"num_proc": 2, "min_num_proc": 1, "preimport": PREIMPORT, "cooldown_range": None}
+    job = start_job(ends.done_one_after_the_other, (str(folder),), **settings)
+    wait_until(lambda: 2 in job._driver._machine.registry.states[WorkerState.DONE], WAIT_S, "worker 2 is done")
+    return job
+
+
 @pytest.mark.nightly
 def test_a_finished_workers_result_that_is_lost_with_its_agent_is_made_again(start_job, tmp_path):
-    job = start_job(
-        ends.done_one_after_the_other,
-        (str(tmp_path),),
-        num_proc=2,
-        min_num_proc=1,
-        preimport=PREIMPORT,
-        cooldown_range=None,
-    )
-    wait_until(lambda: 2 in job._driver._machine.registry.states[WorkerState.DONE], WAIT_S, "worker 2 is done")
+    job = with_worker_2_done(start_job, tmp_path)
     agents = job._driver._launcher._processes
     os.kill(agents[job._driver._machine.registry.workers[2].place.slot].pid, signal.SIGKILL)
     wait_until(lambda: "round 1 broke" in job.status().waiting_for, WAIT_S, "the loss is seen")
@@ -116,15 +115,7 @@ def test_a_finished_workers_result_that_is_lost_with_its_agent_is_made_again(sta
 
 
 def test_a_finished_worker_is_run_again_in_its_process_when_another_dies(start_job, tmp_path):
-    job = start_job(
-        ends.done_one_after_the_other,
-        (str(tmp_path),),
-        num_proc=2,
-        min_num_proc=1,
-        preimport=PREIMPORT,
-        cooldown_range=None,
-    )
-    wait_until(lambda: 2 in job._driver._machine.registry.states[WorkerState.DONE], WAIT_S, "worker 2 is done")
+    job = with_worker_2_done(start_job, tmp_path)
     wait_until(lambda: len(ends.diary(tmp_path)) >= 2, WAIT_S, "both have come behind the loop")
     entries = dict(line.split(" process ") for line in ends.diary(tmp_path))
     first, second = (int(entries[f"rank {rank}"].split()[0]) for rank in range(2))

@@ -43,7 +43,7 @@ def test_a_worker_that_spins_is_removed_after_the_stall_timeout(start_job, tmp_p
     results = job.result(120)
     assert {step for step, _ in results} == {40}
     assert len({str(weights) for _, weights in results}) == 1
-    left = next(record for record in job.events() if isinstance(record, WorkerLeft))
+    left = next(record for record in job.timeline() if isinstance(record, WorkerLeft))
     assert "waited for it in a collective" in left.why
 
 

@@ -67,7 +67,7 @@ def test_interface_that_vanishes_is_replaced_by_another_one(start_job, tmp_path)
         after = diary.wait_for_world(2, after=world[0]["round"])
         assert in_use() == {"127.0.0.1"}
     assert {entry["pid"] for entry in after.values()} == {entry["pid"] for entry in world.values()}, "nobody was lost"
-    broken = [str(record) for record in job.events() if isinstance(record, WorldBroken)]
+    broken = [str(record) for record in job.timeline() if isinstance(record, WorldBroken)]
     assert "the network interface of rank " in broken[0]
     (tmp_path / "finish").touch()
     diary.check(job, job.result(WAIT_S))

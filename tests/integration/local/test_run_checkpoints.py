@@ -15,7 +15,7 @@ import pytest
 import spark_elastic
 from spark_elastic.data.store import Store
 from spark_elastic.elastic.run_checkpoints import folder_of
-from spark_elastic.errors import CheckpointError, RunTakenError, StateLostError
+from spark_elastic.errors import RunTakenError, StateLostError
 from spark_elastic.runs.checkpoints import Checkpoints
 from tests.integration.local.resumable_program import settings, train, undisturbed
 from tests.integration.processes import children, command_line, is_running, wait_until
@@ -97,24 +97,3 @@ def test_a_job_that_lost_all_workers_at_once_names_what_can_be_resumed(tmp_path:
 
 def is_worker(pid: int) -> bool:
     return "spark_elastic.task.main" in command_line(pid)
-
-
-@pytest.mark.nightly
-def test_damaged_checkpoints_are_not_used_and_a_finished_run_resumes_at_its_end(
-    tmp_path: Path, start_job: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    given = settings(tmp_path)
-    assert_resumed_at(start_job(train, (LIMIT,), **given).result(WAIT_S), 0)
-    (*_, newest) = checkpoints(tmp_path).complete()
-    file = tmp_path / "runs" / "one" / "checkpoints" / newest.name / "state.pt"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    (*_, older, _) = checkpoints(tmp_path).complete()
-    assert_resumed_at(start_job(train, (LIMIT,), **given).result(WAIT_S), older.step)
-    assert "state.pt is not what was written" in caplog.text
-    assert "an older one is taken" in caplog.text
-    assert_resumed_at(start_job(train, (LIMIT,), **given).result(WAIT_S), LIMIT)
-    for damaged in checkpoints(tmp_path).complete():
-        (tmp_path / "runs" / "one" / "checkpoints" / damaged.name / "state.pt").write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match=r"none of the checkpoints in .*state\.pt is not.*choose another run_id"):
-        start_job(train, (LIMIT,), **given)

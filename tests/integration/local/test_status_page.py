@@ -64,10 +64,9 @@ def counting(folder: str, until: int) -> int:
     return loops.steps(folder, until, report)
 
 
-def fetched(url: str, path: str = "status.json") -> Any:
-    with urllib.request.urlopen(url.replace("?", f"{path}?", 1), timeout=40) as answer:
-        text = answer.read().decode()
-    return json.loads(text) if path.endswith("json") else text
+def fetched(url: str) -> Any:
+    with urllib.request.urlopen(url.replace("?", "status.json?", 1), timeout=40) as answer:
+        return json.load(answer)
 
 
 def text(browser: Any, identity: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spark_elastic.errors import NotEnoughSlotsError, UserFunctionError
+from spark_elastic.errors import NotEnoughSlotsError, RepeatedCrashError, UserFunctionError
 from spark_elastic.membership.events import ExecutorDecommissioned
 from spark_elastic.membership.timeline import WorldStarted
 from tests.integration.processes import is_running, wait_until
@@ -43,7 +43,7 @@ def assert_trained_as_undisturbed(folder):
 
 
 def worlds(job):
-    return [record for record in job.events() if isinstance(record, WorldStarted)]
+    return [record for record in job.timeline() if isinstance(record, WorldStarted)]
 
 
 def test_a_killed_program_resumes_from_its_own_checkpoint(start_job, tmp_path):
@@ -178,3 +178,30 @@ def test_the_command_runs_a_program_for_torchrun(tmp_path):
     done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
     assert_trained_as_undisturbed(tmp_path)
+
+
+def test_a_group_that_is_destroyed_lives_until_the_program_ends_or_makes_another(start_job):
+    """A DDP model whose group ends with it may wait forever."""
+    job = start_job(PROGRAMS / "ends.py", ("groups",), restart="world", preimport=TORCH)
+    assert job.result(WAIT_S) == [None, None]
+
+
+def test_a_rank_that_waits_for_one_that_has_returned_fails(start_job):
+    with pytest.raises(UserFunctionError, match="onnection"):
+        start_job(PROGRAMS / "ends.py", ("uneven",), restart="world", preimport=TORCH).result(WAIT_S)
+
+
+def test_a_program_ends_when_its_threads_and_child_processes_have(start_job, tmp_path):
+    job = start_job(PROGRAMS / "ends.py", ("late", str(tmp_path)), restart="world", preimport=TORCH)
+    assert job.result(WAIT_S) == [None, None]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["child-0", "child-1", "thread-0", "thread-1"]
+
+
+def test_exit_code_0_is_an_end(start_job):
+    assert start_job(PROGRAMS / "ends.py", ("exit",), restart="world").result(WAIT_S) == [None, None]
+
+
+def test_a_program_that_is_killed_in_each_world_fails(start_job):
+    settings = {"restart": "world", "preimport": TORCH, "crash_limit": 2, "cooldown_range": (0.1, 0.5)}
+    with pytest.raises(RepeatedCrashError, match="2 worlds"):
+        start_job(PROGRAMS / "ends.py", ("killed",), **settings).result(WAIT_S)

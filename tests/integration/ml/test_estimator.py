@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, DataError
 from spark_elastic.runs.checkpoints import Checkpoints
 from tests.integration.ml.modules import Ids
-from tests.integration.processes import wait_for_file, wait_until
+from tests.integration.processes import wait_for_file
 from tests.unit.ml.torch.estimators import HereEstimator, make_set, weights_of
 from tests.unit.ml.torch.estimators import estimator as small_estimator
 
@@ -213,32 +211,6 @@ def test_nan_is_allowed_where_data_options_say_so(digits: Any) -> None:
         **digit_settings(feature_cols=PIXELS, epochs=1, data_options={"allow_nan": True}, allow_nan_loss=True)
     )
     assert len(estimator.fit(df).history) == 1
-
-
-@pytest.mark.nightly
-def test_ctrl_c_ends_the_workers_and_the_session_goes_on(digits: Any, spark: Any, tmp_path: Path) -> None:
-    df = prepared(digits[0])
-    estimator = ElasticTorchEstimator(
-        **digit_settings(num_proc=2, epochs=100_000, checkpoint_dir=str(tmp_path), run_id="a")
-    )
-    here = threading.get_ident()
-    seen: list[bool] = []
-
-    def press() -> None:
-        try:
-            wait_for_file(tmp_path, "checkpoint.json", 120, "the first checkpoint")
-            seen.append(True)
-        finally:
-            signal.pthread_kill(here, signal.SIGINT)
-
-    presser = threading.Thread(target=press)
-    presser.start()
-    with pytest.raises(KeyboardInterrupt):
-        estimator.fit(df)
-    presser.join()
-    assert seen, "it was interrupted before its first checkpoint"
-    wait_until(lambda: not spark.sparkContext.statusTracker().getActiveJobsIds(), 20, "no job is left")
-    assert spark.range(10).count() == 10
 
 
 ENDLESS = """

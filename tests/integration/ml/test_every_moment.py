@@ -13,7 +13,7 @@ import torch
 from pyspark.sql import functions as F
 from torch import nn
 
-from spark_elastic import ElasticKerasEstimator, ElasticTorchEstimator
+from spark_elastic import ElasticTorchEstimator
 from spark_elastic.data.catalog import delete_temporary
 from tests.integration.clusters import Cluster, local_cluster
 from tests.integration.ml.holding import Hold, HoldingCallback, StepLog
@@ -72,9 +72,9 @@ def settings(store: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-def fit_on(cluster: Cluster, store: Path, df: Any = None, **changes: Any) -> Any:
+def fit_on(cluster: Cluster, store: Path, **changes: Any) -> Any:
     estimator = ElasticTorchEstimator(**settings(store, num_proc=2, min_num_proc=1, **changes))
-    return estimator.fit(table(cluster.spark) if df is None else df)
+    return estimator.fit(table(cluster.spark))
 
 
 @pytest.fixture(scope="module")
@@ -133,65 +133,6 @@ def test_rank_0_and_its_executor_may_die_at_the_end(
     assert [row for row in model.events if row["kind"] == "lost"]
     assert_same(model, undisturbed)
     assert_nothing_left(cluster, tmp_path)
-
-
-def exact() -> dict[str, Any]:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
-    return {"model": net, "optimizer": optimizer, "consistency": "exact", "virtual_workers": 4}
-
-
-@pytest.mark.nightly
-def test_every_bit_of_an_exact_fit_is_that_without_the_kill(cluster: Cluster, hold: Hold, tmp_path: Path) -> None:
-    killer = when(hold, 1, lambda pids: kill_executors_of(cluster, pids))
-    callbacks = [HoldingCallback(hold, "on_batch_end", STEPS + 3)]
-    model = fit_on(cluster, tmp_path, callbacks=callbacks, **exact())
-    killer.join()
-    assert [row for row in model.events if row["kind"] == "lost"]
-    threads = torch.get_num_threads()
-    try:
-        # with the callback, which holds nothing any more: it belongs to the training
-        alone = settings(tmp_path / "alone", callbacks=callbacks, **exact())
-        expected = HereEstimator(**alone).fit(table(cluster.spark))
-    finally:
-        torch.set_num_threads(threads)
-    for name in ("steps", "rows", "loss", "val_loss", "error", "val_error"):
-        assert model.history[name] == expected.history[name]
-    for name, value in model.module.state_dict().items():
-        assert torch.equal(value, expected.module.state_dict()[name]), name
-
-
-def keras_settings(store: Path, **changes: Any) -> dict[str, Any]:
-    import keras
-
-    layers, initial = keras.layers, keras.initializers.GlorotUniform
-    first = layers.Dense(8, activation="tanh", kernel_initializer=initial(seed=1))
-    net = keras.Sequential([keras.Input((2,)), first, layers.Dense(1, kernel_initializer=initial(seed=2))])
-    net.compile(keras.optimizers.SGD(0.2, momentum=0.9), "mse", metrics=["mae"])
-    made = settings(store, **changes)
-    return {**{name: made[name] for name in made if name not in ("optimizer", "loss", "metrics")}, "model": net}
-
-
-@pytest.mark.nightly
-def test_a_keras_fit_is_that_without_the_kill_and_resumes(cluster: Cluster, hold: Hold, tmp_path: Path) -> None:
-    pytest.importorskip("tensorflow")
-    from tests.unit.ml.keras.estimators import HereEstimator as HereKerasEstimator
-
-    killer = when(hold, 1, lambda pids: kill_executors_of(cluster, pids))
-    rows, run = table(cluster.spark), {"checkpoint_dir": str(tmp_path / "lasting"), "run_id": "a"}
-    given = {"callbacks": [HoldingCallback(hold, "on_batch_end", STEPS + 3)], "keep_dataset": True, **run}
-    model = ElasticKerasEstimator(**keras_settings(tmp_path, num_proc=2, min_num_proc=1, **given)).fit(rows)
-    killer.join()
-    assert [row for row in model.events if row["kind"] == "lost"]
-    expected = HereKerasEstimator(**keras_settings(tmp_path / "alone")).fit(rows)
-    for name in ("steps", "rows", "loss", "val_loss", "mae", "val_mae"):
-        assert np.allclose(model.history[name], expected.history[name], rtol=1e-4)
-    again = HereKerasEstimator(**keras_settings(tmp_path, **given))  # as if its driver had died at the end
-    resumed = again.setEpochs(EPOCHS + 1).fit(rows)
-    assert again.training.resume_from is not None
-    assert resumed.history[:EPOCHS] == tuple(model.history)
-    assert len(resumed.history) == EPOCHS + 1
 
 
 @pytest.mark.nightly

@@ -56,13 +56,7 @@ def test_outputs_and_probabilities_are_what_the_model_gives(rows: Any) -> None:
     native = two_inputs()
     # The inputs of a dict are in the order of their names: word, x.
     inputs = [TensorField("features_0", ("word",), "<i8", ()), TensorField("features_1", ("a", "v"), "<f4", (3,))]
-    model = model_of(
-        native,
-        inputs,
-        OutputShape("<f4", (4,)),
-        OutputShape("<f4", (1,)),
-        rule="argmax_probability",
-    )
+    model = model_of(native, inputs, OutputShape("<f4", (4,)), OutputShape("<f4", (1,)), rule="argmax_probability")
     made = model.transform(rows)
     assert made.columns == [*rows.columns, "output_0", "output_1", "prediction", "probability", "rawPrediction"]
     found = made.collect()

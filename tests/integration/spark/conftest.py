@@ -1,7 +1,5 @@
 """Jobs on real clusters, with a guard: after each test nothing of ours is left, on any side."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 

@@ -182,7 +182,7 @@ def _check_starts(tries: list[Entry], counts: dict[int, int], after: dict[int, s
 
 def _check_worlds(job: Any, tries: list[Entry]) -> None:
     """The workers are where the driver says they are: size and first step of each round, and one worker a rank."""
-    worlds = {record.round: record for record in job.events() if isinstance(record, WorldStarted)}
+    worlds = {record.round: record for record in job.timeline() if isinstance(record, WorldStarted)}
     first: dict[tuple[int, int], Entry] = {}
     for entry in tries:
         key = (entry["round"], entry["rank"])

@@ -152,11 +152,7 @@ class Fit:
         return "the fit runs" if self._thread.is_alive() else f"the fit has ended: {self._error or 'with a model'}"
 
     def result(self, timeout_s: float) -> Any:
-        """Return the fitted model, or raise what `fit` has raised.
-
-        Raises:
-            TimeoutError: if the fit has not ended within `timeout_s` seconds.
-        """
+        """Return the fitted model, or raise what `fit` has raised; TimeoutError if the fit has not ended by then."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"the fit has not ended within {timeout_s:g} s")

@@ -47,7 +47,7 @@ def main(folder: str) -> None:
         results = finished(job, diary)
         found["rounds"] = [world[0]["round"], again[0]["round"]]
         found["results"] = len(results)
-        found["events"] = [str(record) for record in job.events()]
+        found["events"] = [str(record) for record in job.timeline()]
         report = spark_elastic.doctor(
             cluster.spark, num_proc=2, driver_port=DRIVER_PORTS, agent_ports=AGENT_PORTS, timeout=90
         )

@@ -9,23 +9,15 @@ from pathlib import Path
 import pytest
 
 from spark_elastic import run
-from spark_elastic.errors import (
-    ExecutorPythonError,
-    JobCancelledError,
-)
-from tests.integration.clusters import local
+from spark_elastic.errors import ExecutorPythonError, JobCancelledError
+from tests.integration.clusters import local, module_fixture
 from tests.integration.local import loops
 from tests.integration.processes import wait_until
 from tests.integration.spark.conftest import active_jobs, nothing_imported_ahead
 from tests.integration.spark.diary import WAIT_S
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with local(3) as running:
-        yield running
+cluster = module_fixture(local, 3)
 
 
 def test_a_python_that_does_not_exist_is_named(jobs, monkeypatch):
@@ -54,7 +46,7 @@ def cancelled(job, why):
     assert job.done()
     with pytest.raises(JobCancelledError, match=re.escape(why)):
         job.result(0)
-    assert why in str(job.events()[-1])
+    assert why in str(job.timeline()[-1])
     assert job.status().phase == "failed"
 
 

@@ -8,7 +8,7 @@ import pytest
 from spark_elastic import run
 from spark_elastic.jobs.settings import RunCall
 from spark_elastic.jobs.start import prepare_workers
-from tests.integration.clusters import local_cluster
+from tests.integration.clusters import local_cluster, module_fixture
 from tests.integration.processes import GONE_S, is_running, wait_until, without_servers
 from tests.integration.spark.conftest import job_processes
 
@@ -19,12 +19,7 @@ pytestmark = [
 ]
 
 KEEP_S = 8
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with local_cluster(2, 1, 1024) as running:
-        yield running
+cluster = module_fixture(local_cluster, 2, 1, 1024)
 
 
 def where_it_runs(path=None):
@@ -45,11 +40,6 @@ def servers(cluster):
     """Return the fork servers, whose keepers and workers have the same command line."""
     found = job_processes(cluster)
     return {pid for pid in found.keys() - without_servers(found).keys() if is_running(pid)}
-
-
-def wait_for_end(pids):
-    for pid in pids:
-        wait_until(lambda pid=pid: not is_running(pid), GONE_S, f"process {pid} is gone")
 
 
 def test_next_job_gets_workers_of_the_same_server_and_nothing_else_of_the_first(jobs, cluster):

@@ -160,7 +160,7 @@ def test_key_is_in_no_argument_environment_log_file_or_page(tmp_path: Path, log_
         assert job.status_url is not None
         for page in ("", "status.json", "metrics"):
             assert not any(one in read(job.status_url.replace("/?", f"/{page}?")) for one in texts), page
-        shown = [job, job.status(), job.changes(), job.events(), job._driver._peers.spec, job._driver._peers]
+        shown = [job, job.status(), job.changes(), job.timeline(), job._driver._peers.spec, job._driver._peers]
         assert not any(one in repr(shown).encode() for one in texts)
         (tmp_path / "end").touch()
         job.result(60)
@@ -200,7 +200,7 @@ def test_key_is_in_nothing_that_a_failed_job_of_local_processes_leaves(tmp_path:
     error = error.with_traceback(error.__traceback__.tb_next)  # without this frame, which holds the key
     said = "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
     assert "self = <" in said
-    left = [said.encode(), pickle.dumps(error), repr([job, job.status(), job.events()]).encode()]
+    left = [said.encode(), pickle.dumps(error), repr([job, job.status(), job.timeline()]).encode()]
     assert not any(one in each for each in left for one in texts)
     assert files_with(texts, folders, since) == []
     assert b"the job failed" in log_file.read_bytes()

@@ -2,18 +2,13 @@
 
 import pytest
 
-from tests.integration.clusters import local_cluster
+from tests.integration.clusters import local_cluster, module_fixture
 from tests.integration.processes import GONE_S, wait_until
 from tests.integration.spark.conftest import executor_of, finished
 from tests.integration.spark.diary import is_alive
 
 pytestmark = [pytest.mark.cluster, pytest.mark.nightly]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with local_cluster(2, 2, 1024) as running:
-        yield running
+cluster = module_fixture(local_cluster, 2, 2, 1024)
 
 
 def test_an_executor_takes_its_two_workers_and_two_others_go_on(jobs, cluster):

@@ -8,25 +8,15 @@ from pathlib import Path
 import pytest
 
 from spark_elastic.errors import NotEnoughSlotsError
-from spark_elastic.membership.timeline import WorldStarted
-from tests.integration.clusters import local
+from tests.integration.clusters import local, module_fixture
 from tests.integration.spark.conftest import finished
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with local(4) as running:
-        yield running
+cluster = module_fixture(local, 4)
 
 
 def kill(pid):
     os.kill(pid, signal.SIGKILL)
-
-
-def worlds(job):
-    return [record for record in job.events() if isinstance(record, WorldStarted)]
 
 
 def test_more_workers_than_there_can_ever_be_slots_are_refused_at_once(jobs):

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.integration import network
-from tests.integration.clusters import namespaced
+from tests.integration.clusters import module_fixture, namespaced
 from tests.integration.processes import wait_until
 from tests.integration.spark.conftest import finished
 from tests.integration.spark.diary import WAIT_S, is_alive
@@ -13,12 +13,7 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(network.why_unavailable() is not None, reason=str(network.why_unavailable())),
 ]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with namespaced(workers=2, cores=1) as running:
-        yield running
+cluster = module_fixture(namespaced, workers=2, cores=1)
 
 
 def test_a_host_whose_link_is_down_is_left_behind_and_ends_its_worker_itself(jobs, cluster):

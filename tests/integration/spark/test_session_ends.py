@@ -26,7 +26,7 @@ def test_stopping_the_session_ends_the_job_and_is_named_as_the_reason(tmp_path):
         session.stop()
         with pytest.raises(SessionLostError, match="the SparkContext was stopped while the job ran"):
             job.result(60)
-        assert "SparkContext was stopped" in str(job.events()[-1])
+        assert "SparkContext was stopped" in str(job.timeline()[-1])
         wait_until(lambda: not job_processes(cluster), GONE_S, "its workers are gone")
         with pytest.raises(NoSparkContextError, match="was stopped"):
             run(loops.rank_and_size, num_proc=1, spark=context)

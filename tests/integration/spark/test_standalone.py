@@ -5,20 +5,14 @@ import signal
 
 import pytest
 
-from spark_elastic.errors import StateLostError
 from spark_elastic.membership.timeline import WorkerLeft, WorldStarted
-from tests.integration.clusters import standalone
+from tests.integration.clusters import module_fixture, standalone
 from tests.integration.processes import GONE_S, wait_until
 from tests.integration.spark.conftest import executor_of, finished
 from tests.integration.spark.diary import WAIT_S, is_alive
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with standalone(workers=2, cores=1, decommission=True) as running:
-        yield running
+cluster = module_fixture(standalone, workers=2, cores=1, decommission=True)
 
 
 def gone(entry):
@@ -44,10 +38,10 @@ def test_executors_go_and_come_and_the_training_goes_on(jobs, cluster):
     cluster.decommission(host)
     gone(leaver)
     world = diary.wait_for_world(2, after=world[0]["round"])
-    left = [record for record in job.events() if isinstance(record, WorkerLeft)][-1]
+    left = [record for record in job.timeline() if isinstance(record, WorkerLeft)][-1]
     assert left.graceful
     assert left.place.host == host
-    before, after = [r for r in job.events() if isinstance(r, WorldStarted)][-2:]
+    before, after = [r for r in job.timeline() if isinstance(r, WorldStarted)][-2:]
     done = [e for e in diary.read() if e["what"] == "applied" and e["round"] == before.round]
     assert max(entry["step"] for entry in done) == after.progress
 
@@ -71,14 +65,3 @@ def test_a_killed_worker_daemon_takes_its_executor_along(jobs, cluster):
     wait_until(lambda: not is_alive(victim["pid"]), WAIT_S, "its executor has noticed")
     diary.wait_for_world(1, after=victim["round"])
     assert len(finished(job, diary)) == 1
-
-
-@pytest.mark.nightly
-def test_all_executors_lost_is_a_clear_error(jobs, cluster):
-    job, diary = jobs.train(1)
-    diary.wait_for_world(1)
-    wait_until(lambda: job.status().progress, WAIT_S, "the driver knows of a step")
-    for executor in list(cluster.executors()):
-        cluster.kill_executor(executor)
-    with pytest.raises(StateLostError, match="every worker that held the state is gone"):
-        job.result(60)

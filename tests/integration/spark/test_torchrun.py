@@ -4,17 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.clusters import local_cluster
+from tests.integration.clusters import local_cluster, module_fixture
 from tests.integration.local.test_torchrun import assert_trained_as_undisturbed, lines
 from tests.integration.torchrun_programs import ddp
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with local_cluster(2, 1) as running:
-        yield running
+cluster = module_fixture(local_cluster, 2, 1)
 
 
 @pytest.mark.nightly

@@ -9,19 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.clusters import local
+from tests.integration.clusters import local, module_fixture
 from tests.integration.local import loops
 from tests.integration.processes import GONE_S, children, wait_until
 from tests.integration.spark.conftest import finished
 from tests.integration.spark.diary import WAIT_S, is_alive
 
 pytestmark = [pytest.mark.nightly, pytest.mark.cluster]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with local(3) as running:
-        yield running
+cluster = module_fixture(local, 3)
 
 
 def test_data_loader_processes_go_with_their_worker(jobs):

@@ -55,10 +55,8 @@ class Notes:
 def train(folder: str, ballast: int = 0, commit_every: int = 1, loader_workers: int = 0) -> dict[str, Any]:
     """Train a small network, epoch by epoch, until `folder/finish` is there at the beginning of an epoch.
 
-    Args:
-        ballast: more floats in the state, so that a sync takes its time.
-        commit_every: steps between commits; 0: one commit an epoch. The other steps are marked.
-        loader_workers: processes of each DataLoader.
+    `ballast`: more floats in the state, so that a sync takes its time. `commit_every`: steps between commits, 0: an
+    epoch.
     """
     import torch
     from torch.utils.data import DataLoader, TensorDataset

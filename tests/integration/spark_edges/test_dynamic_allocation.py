@@ -1,7 +1,5 @@
 """The Spark edges where Spark itself adds and removes executors."""
 
-from __future__ import annotations
-
 import pytest
 
 from spark_elastic.errors import NotEnoughSlotsError

@@ -1,7 +1,5 @@
 """The Spark edges on `local-cluster[2,2,1024]`, each executor with two (pretended) GPUs."""
 
-from __future__ import annotations
-
 import pytest
 
 from spark_elastic.spark.session import cluster_of

@@ -13,18 +13,13 @@ from spark_elastic.spark.classic import ClassicCluster
 from spark_elastic.spark.discovery import SlotWait, wait_for_slots
 from spark_elastic.spark.launcher import SparkLauncher
 from spark_elastic.spark.session import cluster_of
-from tests.integration.clusters import local
+from tests.integration.clusters import local, module_fixture
 from tests.integration.processes import wait_until
 from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, probe, started
 from tests.leftovers import Before, nothing_left
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with local(4, spark_driver_maxResultSize="4m") as cluster:
-        yield cluster
+cluster = module_fixture(local, 4, spark_driver_maxResultSize="4m")
 
 
 @pytest.fixture

@@ -1,20 +1,13 @@
 """Slots as jobs of one thread, on `local[4]`: threads, cancellation by others, large results."""
 
-from __future__ import annotations
-
 import pytest
 
 from spark_elastic.spark.launcher import SparkLauncher
-from tests.integration.clusters import local
+from tests.integration.clusters import local, module_fixture
 from tests.integration.spark_edges.fake_agent import WAIT_S, Ends, fake_agent, started
 
 pytestmark = [pytest.mark.nightly, pytest.mark.cluster]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with local(4) as cluster:
-        yield cluster
+cluster = module_fixture(local, 4)
 
 
 def launcher_of(cluster, payload, description="test"):

@@ -7,13 +7,6 @@ def parse(line):
     return parser().parse(line.split())
 
 
-def refused(line, capsys):
-    with pytest.raises(SystemExit) as leaving:
-        parse(line)
-    assert leaving.value.code == 2
-    return capsys.readouterr().err
-
-
 def test_words_after_the_script_are_its_arguments():
     options = parse("-np 2 train.py --num-proc 7 -v --lr=0.1 -- x")
     assert (options.script, options.script_args) == ("train.py", ("--num-proc", "7", "-v", "--lr=0.1", "--", "x"))

@@ -1,7 +1,5 @@
 """Small datasets whose rows contain their own numbers."""
 
-from __future__ import annotations
-
 import zlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which datasets and files clean-up deletes: leases, ages, kept datasets, and foreign files."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Arrow batches become records, without Spark, independently of where the batches are cut."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

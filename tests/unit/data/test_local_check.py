@@ -1,7 +1,5 @@
 """Files of a local dataset are compared with the manifest's checksums: each once for all processes of a host."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Datasets written from arrays: the files contain the values, and invalid files are not read as a dataset."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """A computed permutation contains each row once, never changes, and mixes as well as a shuffle."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings

@@ -1,7 +1,5 @@
 """Batches of a materialised dataset: every row once, the same global batches in every world."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Remote datasets are read through a cache on the local disk: limited, shared, checked, and safe if processes die."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import io

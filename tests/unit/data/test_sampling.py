@@ -1,7 +1,5 @@
 """The order of an epoch and its division among ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from spark_elastic.data.order.permutation import EpochOrder

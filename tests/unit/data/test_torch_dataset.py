@@ -1,7 +1,5 @@
 """The reader as a torch dataset: tensors, the state in two integers, worlds that change."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import numpy as np

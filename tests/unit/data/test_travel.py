@@ -1,7 +1,5 @@
 """Columns that travel together arrive as they were, one by one."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The frameworks' messages about interrupted steps are left out, and nothing else."""
 
-from __future__ import annotations
-
 from spark_elastic.driver.expected_lines import ExpectedLines
 
 FRAMES = [

@@ -1,7 +1,5 @@
 """Keras on PyTorch with the same classes, and on unsupported backends."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The plain values of callbacks are compared by their contents."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from spark_elastic.keras.callback_state import same

@@ -1,7 +1,5 @@
 """Horovod's callbacks, in a world of two."""
 
-from __future__ import annotations
-
 import keras
 import pytest
 

@@ -1,7 +1,5 @@
 """`model.fit` in worlds that break and grow: real processes, real kills."""
 
-from __future__ import annotations
-
 import functools
 
 import keras

@@ -1,7 +1,5 @@
 """The arguments of `model.fit` beside an `ElasticDataset`: each does what it does with arrays, or is refused."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest
@@ -127,10 +125,7 @@ def test_weights_need_the_targets_of_one_output(alone):
     model = build()
     state = KerasState(model, batch=0, epoch=0)
     x, y = data()
-    for dataset in (
-        ElasticDataset(x, state=state),
-        ElasticDataset(x, {"one": y, "other": y}, state=state),
-    ):
+    for dataset in (ElasticDataset(x, state=state), ElasticDataset(x, {"one": y, "other": y}, state=state)):
         with pytest.raises(UsageError, match="targets of one output"):
             model.fit(dataset, class_weight=WEIGHTS, verbose=0)
     with pytest.raises(UsageError, match="without y"):
@@ -196,10 +191,7 @@ def test_validation_has_its_epochs_after_a_resume_too(alone):
 
 @pytest.mark.parametrize(
     ("arguments", "until"),
-    [
-        (lambda epoch: {"epochs": 3, "initial_epoch": epoch}, 3),
-        (lambda epoch: {"epochs": 3}, 4),
-    ],
+    [(lambda epoch: {"epochs": 3, "initial_epoch": epoch}, 3), (lambda epoch: {"epochs": 3}, 4)],
     ids=["initial_epoch", "neither"],
 )
 def test_fit_that_would_train_more_epochs_after_a_change_of_the_world_warns(alone, arguments, until, caplog):

@@ -1,7 +1,5 @@
 """What the callbacks of `fit` remember when a world breaks or grows: real processes, real kills."""
 
-from __future__ import annotations
-
 import csv
 import time
 from pathlib import Path

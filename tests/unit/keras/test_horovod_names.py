@@ -1,7 +1,5 @@
 """The names of Horovod's Keras namespaces that programs use."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import keras

@@ -1,7 +1,5 @@
 """KerasState: what it copies, puts back and takes over."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

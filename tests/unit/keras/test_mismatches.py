@@ -1,7 +1,5 @@
 """Workers that would train models of their own get an error that names a variable and the remedy."""
 
-from __future__ import annotations
-
 import re
 
 import keras

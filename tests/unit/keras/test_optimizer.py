@@ -1,7 +1,5 @@
 """DistributedOptimizer: the wrapped optimizer steps with the gradients of all members."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Loops of one's own with TensorFlow: what a lost peer leaves behind, and which errors are not one."""
 
-from __future__ import annotations
-
 import keras
 import pytest
 import tensorflow as tf
@@ -136,25 +134,20 @@ def test_a_tensorflow_state_refuses_other_values_than_variables(alone):
         hvd.elastic.TensorFlowState([], session=object())
 
 
-def counter_of_batches(size=STEPS, optimizer=None):
+def counter_of_batches():
     """A model whose weights count how often each batch was trained on, its optimizer, and a step on one batch."""
     hvd.init()
-    model = keras.Sequential([keras.layers.Input((size,)), keras.layers.Dense(1, use_bias=False)])
-    model.layers[0].kernel.assign(tf.zeros((size, 1)))
-    optimizer = optimizer or hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
-    return model, optimizer, step_on(model, optimizer)
+    model = keras.Sequential([keras.layers.Input((STEPS,)), keras.layers.Dense(1, use_bias=False)])
+    model.layers[0].kernel.assign(tf.zeros((STEPS, 1)))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
 
-
-def step_on(model, optimizer, graph=False, reduces=False):
     def step(batch):
         with tf.GradientTape() as tape:
-            value = -tf.reduce_sum(model(tf.one_hot([batch], model.input_shape[1])))
-        if reduces:
-            tape = hvd.DistributedGradientTape(tape)
+            value = -tf.reduce_sum(model(tf.one_hot([batch], STEPS)))
         gradients = tape.gradient(value, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
-    return tf.function(step) if graph else step
+    return model, optimizer, step
 
 
 def trained(model):

@@ -1,7 +1,5 @@
 """SyncBatchNormalization: the division of rows among ranks changes neither outputs nor gradients."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import keras

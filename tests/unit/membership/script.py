@@ -63,14 +63,8 @@ _EVENTS: list[tuple[str, Callable[..., e.Event]]] = [
         r"worker (\d+) exits with (-?\d+), killed for memory: (.*)",
         lambda w, code, told: e.WorkerLost(int(w), exited(int(code)), "", 1, told),
     ),
-    (
-        r"worker (\d+) exits with (-?\d+): (.*)",
-        lambda w, code, tail: e.WorkerLost(int(w), exited(int(code)), tail),
-    ),
-    (
-        r"worker (\d+) dies with (-?\d+)",
-        lambda w, code: e.WorkerLost(int(w), dying(int(code))),
-    ),
+    (r"worker (\d+) exits with (-?\d+): (.*)", lambda w, code, tail: e.WorkerLost(int(w), exited(int(code)), tail)),
+    (r"worker (\d+) dies with (-?\d+)", lambda w, code: e.WorkerLost(int(w), dying(int(code)))),
     (r"the address of worker (\d+) is gone", lambda w: e.AddressLost(int(w))),
     (r"worker (\d+) is lost: (.*)", lambda w, why: e.WorkerLost(int(w), reported(why))),
     (r"worker (\d+) abandons: (.*)", lambda w, why: e.WorkerAbandoned(int(w), why)),

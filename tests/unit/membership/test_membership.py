@@ -4,14 +4,7 @@ from typing import Any
 
 from spark_elastic.errors import JobCancelledError, NotEnoughSlotsError, StateLostError, UserFunctionError
 from spark_elastic.membership import events
-from spark_elastic.membership.commands import (
-    Announce,
-    Command,
-    CutPeers,
-    FailJob,
-    FinishJob,
-    StopWorker,
-)
+from spark_elastic.membership.commands import Announce, Command, CutPeers, FailJob, FinishJob, StopWorker
 from spark_elastic.membership.events import (
     AgentJoined,
     AgentLost,
@@ -28,11 +21,7 @@ from spark_elastic.membership.events import (
     WorkerReady,
 )
 from spark_elastic.membership.machine import Membership
-from spark_elastic.membership.reasons import (
-    LossCause,
-    LossKind,
-    reported,
-)
+from spark_elastic.membership.reasons import LossCause, LossKind, reported
 from spark_elastic.membership.states import Phase
 from spark_elastic.membership.timeline import CooldownStarted
 from spark_elastic.membership.topology import Place

@@ -1,7 +1,5 @@
 """The datasets of fits."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

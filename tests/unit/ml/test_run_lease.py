@@ -1,7 +1,5 @@
 """One driver at a time has a run's folder, and one that has lost it finds that out before it writes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -41,12 +39,10 @@ def run(tmp_path):
 
 
 class Time:
-    """Clocks that go on when somebody waits. beside: what happens meanwhile, after each so many seconds."""
+    """Clocks that advance while somebody waits; `_beside` is called after each `BEAT_S`."""
 
-    def __init__(self, beside=None, every_s=BEAT_S, skew_s=0.0):
-        self.now = 1_000_000.0
-        self.waited = 0.0
-        self._beside, self._every_s, self._skew_s = beside, every_s, skew_s
+    def __init__(self, skew_s=0.0):
+        self.now, self.waited, self._beside, self._skew_s = 1_000_000.0, 0.0, None, skew_s
 
     def wall(self):
         return self.now + self._skew_s
@@ -55,10 +51,10 @@ class Time:
         return self.now
 
     def pause(self, seconds):
-        before = self.waited // self._every_s
+        before = self.waited // BEAT_S
         self.now += seconds
         self.waited += seconds
-        if self._beside is not None and self.waited // self._every_s > before:
+        if self._beside is not None and self.waited // BEAT_S > before:
             self._beside()
 
     def take(self, run, me, known_token=0):

@@ -1,7 +1,5 @@
 """What a training has come to is not thrown away because a storage does not answer for a while."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

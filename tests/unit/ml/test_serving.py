@@ -27,7 +27,7 @@ from spark_elastic.ml.added_columns import (
     raw_prediction,
     spark_type,
 )
-from spark_elastic.ml.serving import FeatureReader, Serving, gpu_of_task, tensors_for
+from spark_elastic.ml.serving import Serving, gpu_of_task, tensors_for
 from spark_elastic.ml.torch.model import _load_predictor
 
 SCHEMA = StructType([StructField("a", DoubleType()), StructField("v", ArrayType(DoubleType()))])
@@ -85,23 +85,6 @@ def test_outputs_may_have_another_length_in_each_part(as_vector: bool) -> None:
     (made,) = work([batch([1, 2, 3], [[0, 0]] * 3)])
     found = made.column("wide").to_pylist()
     assert [each["values"] if as_vector else each for each in found] == [[1, 1], [2, 2], [3, 3, 3]]
-
-
-def test_an_array_of_another_length_than_in_training_is_an_error_with_both_lengths(tmp_path: Any) -> None:
-    with pytest.raises(DataError, match="3 for a shape of"):
-        list(serving(tmp_path / "log")([batch([1], [[1, 1, 1]])]))
-
-
-def read(kind: Any, values: pa.Array, field: TensorField, pad_to: dict[str, int] | None = None) -> Any:
-    schema = StructType([StructField("x", kind)])
-    reader = FeatureReader(tensors_for(schema, [field], pad_to or {}))
-    return reader(pa.RecordBatch.from_arrays([values], ["x"]))["f"]
-
-
-def test_arrays_are_padded_as_they_were_in_training() -> None:
-    field = TensorField("f", ("x",), "<f4", (3,))
-    made = read(ArrayType(DoubleType()), pa.array([[1.0], [2.0, 3.0]]), field, {"f": 3})
-    assert np.array_equal(made, [[1, 0, 0], [2, 3, 0]])
 
 
 NAN, INF = float("nan"), float("inf")

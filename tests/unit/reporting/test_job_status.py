@@ -13,11 +13,7 @@ from spark_elastic.membership.reasons import LossCause, LossKind, Wait, WaitKind
 from spark_elastic.membership.timeline import JobEnded, WaitChanged, WorkerLeft, WorldStarted
 from spark_elastic.membership.topology import Place, StateVersion
 from spark_elastic.reporting.event_log import MembershipChange
-from spark_elastic.reporting.job_status import (
-    JobStatus,
-    StatusModel,
-    WorkerStatus,
-)
+from spark_elastic.reporting.job_status import JobStatus, StatusModel, WorkerStatus
 from spark_elastic.reporting.prometheus import metrics_text
 from spark_elastic.settings import ElasticSettings
 from spark_elastic.wire.messages import EpochEnded, LiveProgress

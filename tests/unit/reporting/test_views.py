@@ -1,7 +1,5 @@
 """The texts of bars and log lines."""
 
-from __future__ import annotations
-
 import pytest
 
 from spark_elastic.membership.reasons import Wait, WaitKind, reported, wait_in_words, wait_on_bar

@@ -53,11 +53,7 @@ class Application:
             taskScheduler=scheduler,
         )
         self.sc: Any = SimpleNamespace(
-            version="4.3.0",
-            master="spark://here:7077",
-            _jsc=remote(sc=self.context),
-            _gateway=None,
-            _conf={},
+            version="4.3.0", master="spark://here:7077", _jsc=remote(sc=self.context), _gateway=None, _conf={}
         )
 
     def _remote(self, **methods: Any) -> Remote:

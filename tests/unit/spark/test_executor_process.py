@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from spark_elastic.spark.executor_process import cores_in_task, executor_id_of, slot_report
 
 STANDALONE = "/usr/bin/java -Xmx1g org.apache.spark.executor.CoarseGrainedExecutorBackend --executor-id 3 --hostname h"

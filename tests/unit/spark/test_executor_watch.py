@@ -1,7 +1,5 @@
 """Executors that leave are reported once, by whatever Spark says of them."""
 
-from __future__ import annotations
-
 from spark_elastic.membership.events import ExecutorDecommissioned, ExecutorLost
 from spark_elastic.membership.reasons import LossCause, LossKind
 from spark_elastic.spark.executors import ExecutorWatch

@@ -1,7 +1,5 @@
 """The reason of a failed Spark job is found in Spark's message."""
 
-from __future__ import annotations
-
 import pytest
 
 from spark_elastic.data.materialization import WRITES, write_again_if_order_is_lost

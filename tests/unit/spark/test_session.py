@@ -7,12 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import spark_elastic
-from spark_elastic.errors import (
-    InvalidSettingsError,
-    JavaNotFoundError,
-    MissingExtraError,
-    NoSparkContextError,
-)
+from spark_elastic.errors import InvalidSettingsError, JavaNotFoundError, MissingExtraError, NoSparkContextError
 from spark_elastic.spark import java
 from spark_elastic.spark import session as session_module
 from spark_elastic.spark.classic import ClassicCluster

@@ -1,7 +1,5 @@
 """What goes into each Spark task, and what is broadcast once for all."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """The fork server of an executor, with the test in the role of its agents and of the executor."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -286,12 +284,11 @@ def test_server_holds_no_pipe_of_a_worker(executor):
     assert [each for each in live(job()) if each.startswith("pipe:")] == []
 
 
-def shown_by_workers(executor, folder, shown, count=1, before=""):
+def shown_by_workers(executor, folder, shown, count=1):
     """Return the words that workers of one server print, each when it is about to wait for its function."""
     (folder / "showing.py").write_text(f"""
 import os, random, signal, sys
 import numpy
-{before}
 def show():
     print("shown", {shown}, flush=True)
 from spark_elastic.task import main

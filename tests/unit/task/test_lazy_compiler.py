@@ -1,7 +1,5 @@
 """Optimizers in a worker that compiles nothing, each case in a process of its own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

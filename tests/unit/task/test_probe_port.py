@@ -1,7 +1,5 @@
 """The port on which agents test whether they can reach each other."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

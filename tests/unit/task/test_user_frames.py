@@ -108,7 +108,3 @@ def test_an_exception_whose_attributes_raise_keeps_its_traceback():
     assert "in fails" in text
     assert OURS not in text
     assert text.endswith("Closed\n")
-
-
-class Own(Exception):
-    pass

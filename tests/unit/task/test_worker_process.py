@@ -1,7 +1,5 @@
 """A worker process, with the test in the role of its agent."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

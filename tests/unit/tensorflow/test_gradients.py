@@ -1,7 +1,5 @@
 """The fused reduction of a step's gradients, and the errors of a lost peer through TensorFlow."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -31,10 +29,7 @@ def reduced_steps():
             tf.fill([], factor),
         ]
 
-    for how, compression, dense in (
-        ("plain", hvd.Compression.none, False),
-        ("compressed", hvd.Compression.fp16, True),
-    ):
+    for how, compression, dense in (("plain", hvd.Compression.none, False), ("compressed", hvd.Compression.fp16, True)):
         reducer = GradientReducer(compression=compression, sparse_as_dense=dense)
         for mode, call in zip(("eager", "graph"), both_ways(lambda g, c, reducer=reducer: reducer(g, c)), strict=True):
             kept = []
@@ -115,10 +110,8 @@ def clipped(gradients):
 
 
 def training(optimizer, gradients_of, parts=1):
-    """Train two variables on the rows of this member, and return their values.
-
-    gradients_of: returns the gradients to apply, given a function that computes the loss of one of the parts of all
-    rows, and the variables.
+    """Train two variables on the rows of this member, and return their values. `gradients_of` returns the gradients,
+    given a function that computes the loss of one of the parts of all rows, and the variables.
     """
     generator = np.random.default_rng(5)
     x = generator.normal(size=(ROWS, 3)).astype("float32") * np.linspace(0.1, 3.0, ROWS, dtype="float32")[:, None]

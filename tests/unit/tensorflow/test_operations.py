@@ -1,7 +1,5 @@
 """TensorFlow's collectives between real processes, eagerly and inside of tf.function."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

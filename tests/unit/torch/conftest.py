@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 import spark_elastic.torch as hvd

@@ -1,12 +1,8 @@
 """What ARM's memory model allows of a few instructions, and a detector of races in recorded accesses to shared memory.
 
-`outcomes` runs small programs in every order that the model allows. Like ARMv8, the model is multi-copy atomic: a store
-is visible to all others at once, but a core may perform independent loads and stores in any order.
-
-`RaceDetector` takes the accesses of many members to shared memory, in the order in which they happened, and says which
-of them nothing but luck has ordered: only a fence before a counter's store, together with a fence after a load of that
-count, orders the accesses around them. Programs without races have the same results under ARM's model as in program
-order, which is why it is enough to look at one order of each.
+`outcomes` runs small programs in every order that the model (multi-copy atomic, as ARMv8) allows. `RaceDetector` says
+which accesses nothing but luck has ordered: only a fence before a counter's store, with one after a load of that count,
+does. Programs without races have the same results as in program order, so one order of each is enough.
 """
 
 from __future__ import annotations

@@ -118,11 +118,7 @@ def by_host():
 def test_groups_of_a_host_and_across_hosts_are_made_when_they_are_first_used():
     # workers 1 and 3 are on the first host, 2 on the second: ranks 0 and 1, and 2
     results = together(by_host, 3, hosts=("127.0.0.1", "127.0.0.2"))
-    assert results == [
-        (0, 2, 0, 2, 1.0, [0, 2]),
-        (0, 1, 1, 2, 2.0, [0, 2]),
-        (1, 2, 0, 1, 1.0, [1]),
-    ]
+    assert results == [(0, 2, 0, 2, 1.0, [0, 2]), (0, 1, 1, 2, 2.0, [0, 2]), (1, 2, 0, 1, 1.0, [1])]
 
 
 def uneven(batches: dict[int, int]):

@@ -25,11 +25,7 @@ from tests.unit.worlds import WorldDriver
 ONE_HOST, TWO_HOSTS = ("127.0.0.1",), ("127.0.0.1", "127.0.0.2")
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.int8, torch.bool)
 COUNTS = (0, 1, 4095, 70_001, LARGE_CHUNK_BYTES + 3)
-PLACES = pytest.mark.parametrize(
-    ("count", "hosts"),
-    [(3, ONE_HOST), (5, TWO_HOSTS)],
-    ids=["3", "3 and 2 on two hosts"],
-)
+PLACES = pytest.mark.parametrize(("count", "hosts"), [(3, ONE_HOST), (5, TWO_HOSTS)], ids=["3", "3 and 2 on two hosts"])
 
 needs_shared_memory = pytest.mark.skipif(not FUTEX_AVAILABLE, reason="words cannot be shared here")
 

@@ -1,7 +1,5 @@
 """Digests of tensors, by which workers compare their models."""
 
-from __future__ import annotations
-
 import torch
 
 from spark_elastic.collective.digest import digest

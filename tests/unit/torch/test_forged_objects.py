@@ -1,7 +1,5 @@
 """What a peer claims about an object is believed only if a worker of this job has signed it."""
 
-from __future__ import annotations
-
 import torch
 
 import spark_elastic.torch as hvd

@@ -262,9 +262,13 @@ def test_a_learning_rate_that_is_a_tensor_returns_in_place():
     assert (first["lr"], second["lr"]) == (0.5, 0.25)
 
 
-def test_an_optimizer_of_the_states_parameters_that_is_not_in_it_is_refused(alone):
+@pytest.mark.parametrize(
+    ("wrap", "named"),
+    [(lambda plain: plain, "an optimizer of the state's parameters"), (hvd.DistributedOptimizer, "a Distr")],
+)
+def test_an_optimizer_of_the_states_parameters_that_is_not_in_it_is_refused(alone, wrap, named):
     model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1))
 
     @hvd.elastic.run
     def loop(state):
@@ -272,9 +276,11 @@ def test_an_optimizer_of_the_states_parameters_that_is_not_in_it_is_refused(alon
         optimizer.step()
         state.commit()
 
-    with pytest.raises(UsageError, match=r"an optimizer of the state's parameters \(SGD\) .* not in its state"):
+    with pytest.raises(UsageError, match=rf"{named}.* \(SGD\) .* not in its state.*\(model=model, optimizer=optimizer"):
         loop(TorchState(model, steps=0))
-    loop(TorchState(torch.nn.Linear(1, 1), steps=0))  # trains what is not in the state
+    loop(TorchState(model, optimizer, steps=0))
+    if wrap is not hvd.DistributedOptimizer:
+        loop(TorchState(torch.nn.Linear(1, 1), steps=0))  # trains what is not in the state
 
 
 class Growing(torch.nn.Module):
@@ -319,10 +325,15 @@ class Ema:
         self.about = {"model": model}
 
 
-@pytest.mark.parametrize("value", [Ema, lambda model: [[model]], lambda model: {"a": Ema(model)}])
-def test_a_value_with_a_model_in_it_is_refused(value):
-    with pytest.raises(UsageError, match=r"ema of the state is a .* with a Linear, which would be replaced by a copy"):
+def scheduled(model):
+    return 0, torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=1.0), 1)
+
+
+@pytest.mark.parametrize("value", [Ema, lambda model: [[model]], lambda model: {"a": Ema(model)}, scheduled])
+def test_a_value_with_a_model_or_scheduler_in_it_is_refused(value):
+    with pytest.raises(UsageError, match=r"ema of the state is a .* with a \w+, which .* by a copy.* of its own"):
         TorchState(ema=value(torch.nn.Linear(1, 1)))
+    TorchState(ema=[1, "x", {"weights": torch.ones(2)}])
 
 
 def test_metrics_of_torchmetrics_return_to_the_commit():

@@ -19,12 +19,7 @@ STEPS = 8
 
 
 def train_across_a_join(changed: int = 0, fault: str = ""):
-    """Train, and wait at one step until a newcomer has come.
-
-    Args:
-        changed: the worker that changes a parameter of its own before the join, unseen by torch.
-        fault: a bug that is planted in this worker.
-    """
+    """Train across a join, before which the worker `changed` changes a parameter, unseen by torch."""
     me = link().worker
     plant(fault)
     hvd.init()
@@ -117,11 +112,7 @@ def compare(results, undisturbed):
 
 
 def steps_across_a_join(first_used_in: int):
-    """Train an embedding of sparse gradients and two layers across a join.
-
-    Args:
-        first_used_in: the step from which on, on rank 0, the second layer is used.
-    """
+    """Train sparse gradients across a join; rank 0 uses a second layer from step `first_used_in` on."""
     hvd.init()
     torch.manual_seed(0)
     table = torch.nn.Embedding(8, WIDTH, sparse=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import spark_elastic.torch as hvd
-from spark_elastic.errors import HorovodInternalError, MismatchError, UsageError
+from spark_elastic.errors import HorovodInternalError, MismatchError
 from spark_elastic.helper_thread import HelperThread
 from spark_elastic.torch.elastic import TorchState
 from tests.unit.torch.test_collectives import together
@@ -225,21 +225,6 @@ def test_late_error_of_the_packages_own_threads_fails_no_mark(alone, thread, ret
     assert len(calls) == 1 + returns
 
 
-def test_an_optimizer_that_trains_outside_of_the_state_is_refused(alone):
-    model = torch.nn.Linear(2, 1)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-
-    @hvd.elastic.run
-    def loop(state):
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        state.commit()
-
-    with pytest.raises(UsageError, match=r"TorchState\(model=model, optimizer=optimizer\)"):
-        loop(TorchState(model, step=0))
-    loop(TorchState(model, optimizer, step=0))
-
-
 def unwrapped(averaged: bool) -> str:
     hvd.init()
     torch.manual_seed(0)
@@ -269,16 +254,6 @@ def test_replicas_that_drift_apart_are_noticed_at_the_first_mark():
         assert "model.weight" in error
         assert "hvd.DistributedOptimizer" in error
     assert together(unwrapped, 2, args=(True,)) == ["equal"] * 2
-
-
-def test_models_in_a_collection_are_refused(alone):
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    for values in ([model], {"first": optimizer}, (0, scheduler)):
-        with pytest.raises(UsageError, match="a keyword argument of its own"):
-            TorchState(values=values)
-    TorchState(values=[1, "x", {"weights": torch.ones(2)}])
 
 
 def unfrozen():

@@ -120,14 +120,7 @@ class RecordedReducer(SharedMemoryReducer):
 
 
 def races(members: int, seed: int, monkeypatch, without: str = "") -> list[str]:
-    """Reduce in a random order of the members' turns; return the races.
-
-    Args:
-        members: the number of members, all in this process.
-        seed: decides the order.
-        monkeypatch: replaces the fence.
-        without: the function whose fence is left out.
-    """
+    """Reduce in a random order of the members' turns, with no fence in the function `without`; return the races."""
     detector, chance = RaceDetector(), random.Random(seed)
     turn = 0
 

@@ -22,15 +22,9 @@ STEPS = 5
 
 
 class Case(NamedTuple):
-    """How a model with several heads is trained.
-
-    Attributes:
-        uses: the heads that some rows use, by (step, rank, number of ranks); none: there is no backward pass.
-        optimizer: the optimizer of the parameters.
-        zero: how gradients are reset before each step.
-        passes: the backward passes of each step.
-        loose: the results differ by rounding.
-        options: more arguments of `DistributedOptimizer`.
+    """How a model with several heads is trained. `uses`: the heads that some rows use, by (step, rank, number of
+    ranks); none: there is no backward pass. `zero`: how gradients are reset before each step. `passes`: backward passes
+    of each step. `loose`: the results differ by rounding. `options`: more arguments of `DistributedOptimizer`.
     """
 
     uses: Callable[[int, int, int], str]

@@ -23,6 +23,17 @@ def stand_at(rank: int, size: int) -> None:
     process.position = Position(rank=rank, size=size)
 
 
+def recorded(ranks, batches, steps, batch, seen):
+    """Record the first batches of each rank and add their rows to `seen`; return the state, which all ranks share."""
+    for sampler, own in zip(ranks, batches, strict=True):
+        for number, rows_of_batch in enumerate(own[:steps]):
+            sampler.record_batch(number, batch)
+            seen += rows_of_batch.tolist()
+    states = [sampler.state_dict() for sampler in ranks]
+    assert all(s == states[0] for s in states), states
+    return states[0]
+
+
 def samplers(rows: int, size: int, state: dict | None, **kwargs) -> list[ElasticSampler]:
     out = []
     for rank in range(size):
@@ -47,13 +58,7 @@ def test_every_row_is_seen_once_an_epoch_over_any_changes_and_all_ranks_make_equ
         batches = [list(loader) for loader in loaders]
         assert {len(b) for b in batches} == {len(loaders[0])} == {len(loader) for loader in loaders}
         steps = data.draw(st.integers(1, len(loaders[0])))
-        for sampler, own in zip(ranks, batches, strict=True):
-            for number, rows_of_batch in enumerate(own[:steps]):
-                sampler.record_batch(number, batch)
-                seen += rows_of_batch.tolist()
-        states = [sampler.state_dict() for sampler in ranks]
-        assert all(s == states[0] for s in states)
-        state = states[0]
+        state = recorded(ranks, batches, steps, batch, seen)
         if state["processed_num"] == rows:
             twice_allowed += size - 1
             break
@@ -137,12 +142,6 @@ def test_ranks_that_drop_the_last_batch_agree_on_the_rows_that_are_done(data, ro
         if not batches[0]:
             break
         steps = data.draw(st.integers(1, len(batches[0])))
-        for sampler, own in zip(ranks, batches, strict=True):
-            for number, rows_of_batch in enumerate(own[:steps]):
-                sampler.record_batch(number, batch)
-                seen += rows_of_batch.tolist()
-        states = [sampler.state_dict() for sampler in ranks]
-        assert all(s == states[0] for s in states), states
-        assert (states[0]["processed_num"] == rows) == (steps == len(batches[0]))
-        state = states[0]
+        state = recorded(ranks, batches, steps, batch, seen)
+        assert (state["processed_num"] == rows) == (steps == len(batches[0]))
     assert len(seen) == len(set(seen))

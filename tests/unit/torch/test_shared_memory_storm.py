@@ -16,10 +16,7 @@ from spark_elastic.collective.shared_memory.segments import FUTEX_AVAILABLE
 from tests.unit.world_link import link, tell
 from tests.unit.worlds import WorldDriver
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(not FUTEX_AVAILABLE, reason="words cannot be shared here"),
-]
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(not FUTEX_AVAILABLE, reason="words cannot be shared here")]
 
 COUNTS = (3, 5_000, 300_000, 1_200_000)
 
@@ -35,10 +32,7 @@ def reduces_for(seconds: float):
     def loop(state):
         world, group = process.assignment.world, process.group()
         on_one_host = world.size > 1 and len({member.place.host for member in world.members}) == 1
-        tell(
-            "round",
-            (world.round, world.size, on_one_host == (group is not None and group.shared_memory is not None)),
-        )
+        tell("round", (world.round, world.size, on_one_host == (group is not None and group.shared_memory is not None)))
         while True:
             chance = random.Random(state.step)
             base = (world.round * 1000 + state.step) % 4096
@@ -87,10 +81,7 @@ def storm(seconds: float, members: int, hosts, seed: int) -> tuple[int, list[int
     return max(round for round, _, _ in rounds), [size for _, size, _ in rounds]
 
 
-CASES = [
-    pytest.param(3, ("127.0.0.1",), id="one host"),
-    pytest.param(4, ("127.0.0.1", "127.0.0.2"), id="two hosts"),
-]
+CASES = [pytest.param(3, ("127.0.0.1",), id="one host"), pytest.param(4, ("127.0.0.1", "127.0.0.2"), id="two hosts")]
 
 
 @pytest.mark.parametrize(("members", "hosts"), CASES)

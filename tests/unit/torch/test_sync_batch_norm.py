@@ -1,7 +1,5 @@
 """Batch statistics of all ranks' rows: how they are shared out changes neither outputs nor gradients."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Collectives in two threads at the same time are refused; one after the other they work."""
 
-from __future__ import annotations
-
 import _thread
 import threading
 

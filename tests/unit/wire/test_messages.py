@@ -61,14 +61,8 @@ READY = b'{"type":"Ready","at_init":false,"loop":1,'
         (b'{"type":"Nope"}', "unknown message type 'Nope'"),
         (b'{"type":"Pong","more":1}', "unknown fields"),
         (b'{"type":"Ready","round":1,"version":null}', "missing fields"),
-        (
-            b'{"type":"Ready","round":"1","version":null,"at_init":false,"loop":1}',
-            "expected int, got str",
-        ),
-        (
-            b'{"type":"Ready","round":true,"version":null,"at_init":false,"loop":1}',
-            "expected int, got bool",
-        ),
+        (b'{"type":"Ready","round":"1","version":null,"at_init":false,"loop":1}', "expected int, got str"),
+        (b'{"type":"Ready","round":true,"version":null,"at_init":false,"loop":1}', "expected int, got bool"),
         (READY + b'"round":1,"version":3}', "expected an object"),
         (READY + b'"round":1,"version":{"loop":1,"steps":-1,"marks":0}}', "steps >= 0"),
         (READY + b'"round":1,"version":{"loop":0,"steps":1,"marks":0}}', "loop >= 1"),

@@ -1,7 +1,5 @@
 """Each test here runs for PyTorch, and by night for Keras, on the twin modules `trainings` and `estimators`."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A training that ended early resumes from its last durable checkpoint, to the same result."""
 
-from __future__ import annotations
-
 import pytest
 
 from spark_elastic.ml.training.spec import CheckpointPlan
@@ -22,9 +20,7 @@ CASES = [(name, variant) for name, variants in VARIANTS.items() for variant in v
 
 
 @pytest.mark.parametrize(
-    ("framework", "variant"),
-    by_night(CASES, but={*CASES} - {("keras", "plain")}),
-    indirect=["framework"],
+    ("framework", "variant"), by_night(CASES, but={*CASES} - {("keras", "plain")}), indirect=["framework"]
 )
 def test_training_cut_within_an_epoch_resumes_behind_its_last_row(framework, variant, data, tmp_path):
     trainings = framework.trainings

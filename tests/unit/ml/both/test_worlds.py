@@ -1,7 +1,5 @@
 """The same training in worlds that differ, grow and break: real processes, real kills, one result."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

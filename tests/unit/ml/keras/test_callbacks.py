@@ -1,7 +1,5 @@
 """Callbacks of Keras in a training: their calls and arguments, and the attributes that survive a lost worker."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The dry run on the driver: errors before any worker starts."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """From a reader's batches to tensors: types, shapes, structures, and shared memory."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Losses of batches in parts: the loss and the gradient are those of plain Keras on the whole batch."""
 
-from __future__ import annotations
-
 import contextlib
 from itertools import pairwise
 

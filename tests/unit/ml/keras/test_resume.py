@@ -1,7 +1,5 @@
 """Durable checkpoints of a Keras training: their contents, and resuming from them."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest
@@ -14,14 +12,7 @@ from spark_elastic.ml.keras.serialization import arrays_from_bytes, arrays_to_by
 from spark_elastic.ml.training.spec import CheckpointPlan
 from tests.unit.ml.in_worlds import EPOCHS, TheEnd, checkpoints_in, stop_and_resume
 from tests.unit.ml.keras import trainings
-from tests.unit.ml.keras.trainings import (
-    OwnStep,
-    alone,
-    close,
-    in_float64,
-    make_net,
-    make_training,
-)
+from tests.unit.ml.keras.trainings import OwnStep, alone, close, in_float64, make_net, make_training
 
 
 def no_number(y_true, y_pred):

@@ -1,7 +1,5 @@
 """One step: its effect, a failed one, and the number of traces."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

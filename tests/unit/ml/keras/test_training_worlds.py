@@ -1,17 +1,10 @@
 """Trainings of Keras in worlds that differ and break; see `both/test_worlds.py` for what PyTorch does too."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.unit.ml.in_worlds import BATCH, EPOCHS, ROWS
 from tests.unit.ml.keras import trainings
-from tests.unit.ml.keras.trainings import (
-    assert_as_undisturbed,
-    close,
-    in_worker,
-    in_worker_variants,
-)
+from tests.unit.ml.keras.trainings import assert_as_undisturbed, close, in_worker, in_worker_variants
 from tests.unit.worlds import WorldDriver
 
 pytestmark = pytest.mark.nightly
@@ -65,9 +58,3 @@ def test_a_worker_that_is_killed_within_batch_normalisation_changes_nothing(coun
         for result in driver.results(2):
             assert_as_undisturbed(result, tmp_path / "three", expected)
         assert len(driver.worlds) >= 2
-
-
-# --- losses over sequences with a mask ----------------------------------------------------------------
-
-
-SEQUENCES, LONGEST, WORDS, FEW = 41, 6, 7, 8

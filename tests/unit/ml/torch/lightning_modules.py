@@ -108,12 +108,7 @@ def trained_by_lightning(
     remembering = Remembering()
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        logger=False,
-        num_sanity_val_steps=0,
-        callbacks=[remembering],
-        **quiet,
+        accelerator="cpu", max_epochs=epochs, logger=False, num_sanity_val_steps=0, callbacks=[remembering], **quiet
     )
     trainer.fit(module, loader(train), loader(validation))
     return remembering.rows

@@ -442,11 +442,7 @@ def test_a_fault_of_the_users_own_code_stays_the_error_that_it_is(dataset: Datas
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"callbacks": [EarlyStopping("val_loss")]},
-        {"lr_scheduler": plateau, "scheduler_monitor": "val_loss"},
-    ],
+    "changes", [{"callbacks": [EarlyStopping("val_loss")]}, {"lr_scheduler": plateau, "scheduler_monitor": "val_loss"}]
 )
 def test_a_monitor_of_a_missing_validation_says_how_to_get_one(changes: dict[str, Any], tmp_path: Any) -> None:
     rows = pack({"features_0": torch.zeros(8, 6).numpy(), "label_0": torch.zeros(8).long().numpy()}, tmp_path)

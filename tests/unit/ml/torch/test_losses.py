@@ -1,7 +1,5 @@
 """Every loss of torch, and the forms of a user's own: any split of a batch gives the loss and gradient of the whole."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

@@ -1,7 +1,5 @@
 """Losses and metrics as sums over rows: the parts of a batch add up to the batch, however it is cut."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -145,11 +145,7 @@ def ignoring(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
             "is not a mean over rows.*the model returns 2 outputs, and a loss gets the one of its label alone",
         ),
         ({**SCALAR, "loss": lambda output, label: output.sqrt()}, InvalidSettingsError, "is not a mean over rows"),
-        (
-            OF_ONE_BATCH,
-            InvalidSettingsError,
-            r"^weight of BCEWith.* has the shape \[4, 1\] .*sample_weight_col",
-        ),
+        (OF_ONE_BATCH, InvalidSettingsError, r"^weight of BCEWith.* has the shape \[4, 1\] .*sample_weight_col"),
     ],
 )
 def test_loss_or_metric_that_depends_on_other_rows_is_refused(

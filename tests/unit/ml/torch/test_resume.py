@@ -1,7 +1,5 @@
 """Durable checkpoints of a PyTorch training: when they are written, their contents, and resuming from them."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, OrderedDict
 from dataclasses import replace

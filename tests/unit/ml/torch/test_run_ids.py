@@ -18,13 +18,7 @@ from torch import nn
 from spark_elastic.data.catalog import is_leased
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
-from spark_elastic.errors import (
-    CheckpointError,
-    LossNotFiniteError,
-    RunTakenError,
-    StateLostError,
-    StoreError,
-)
+from spark_elastic.errors import CheckpointError, LossNotFiniteError, RunTakenError, StateLostError, StoreError
 from spark_elastic.ml.callbacks import LambdaCallback
 from spark_elastic.ml.run_folder import collect_runs, transient_run
 from spark_elastic.ml.saved_stage import _decode

@@ -1,7 +1,5 @@
 """The effect of each setting of a training, in a world of one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -175,10 +173,9 @@ def test_frozen_and_unused_parameters_do_not_change(data, tmp_path):
     net = make_net()
     net[0].requires_grad_(False)
     net.register_parameter("unused", torch.nn.Parameter(torch.ones(3, dtype=torch.float64)))
-    before = net[0].weight.clone()
     result = alone(make_training(data, tmp_path, model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1)))
     state = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert torch.equal(state["0.weight"], before)
+    assert state.keys() == {"2.weight", "2.bias", "unused"}  # those that are as they were given are left out
     assert state["unused"].tolist() == [1, 1, 1]
     assert result["steps"] == STEPS
 

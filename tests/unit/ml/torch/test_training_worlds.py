@@ -1,7 +1,5 @@
 """Trainings of PyTorch in worlds that differ and break; see `both/test_worlds.py` for what Keras does too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

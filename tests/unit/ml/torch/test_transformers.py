@@ -168,7 +168,9 @@ def test_accumulation_changes_no_result_of_unevenly_labelled_rows(tmp_path: Path
 @pytest.mark.parametrize(
     ("model", "changes", "words"),
     [
-        ("bert", {}, "needs a torch.nn.Module, not 'bert'"),
+        (lambda: 3, {}, "must return a torch.nn.Module; called without arguments, it returned 3"),
+        (Own.forward, {}, "model=Own.forward, which is called without arguments, raised TypeError: .*missing"),
+        ("bert", {}, "needs a torch.nn.Module, or a function .*, not 'bert'"),
         (Own(), {"feature_cols": [["x", "z"]]}, "feature_cols must be names of columns"),
         (Own(), {"label_cols": None}, "label_cols must be names of columns"),
         (Own(), {"loss": nn.MSELoss()}, "loss is set, but the model decides it"),

@@ -311,12 +311,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "states of forward passes, a last batch of two rows": {"counting": True, "batch_size": 67, "epochs": 2},
     "rare layers": {"sometimes": True, "optimizer": adamw, "gradient_clip_norm": 0.3, "accumulation_steps": 2},
     "rare layers, a last batch of one row": {"sometimes": True, "norm": True, "batch_size": 101},
-    "rare sparse gradients": {
-        "sometimes": True,
-        "sparse": True,
-        "optimizer": plain_sgd,
-        "gradient_clip_norm": 0.3,
-    },
+    "rare sparse gradients": {"sometimes": True, "sparse": True, "optimizer": plain_sgd, "gradient_clip_norm": 0.3},
     "batch normalisation": {"norm": True},
     "batch normalisation, a last batch of one row": {"norm": True, "batch_size": 101},
     "batch normalisation with class weights": {
