@@ -101,6 +101,8 @@ def values_of(column: Column, array: Any, first_row: int) -> Values | SparseValu
     if array.null_count:
         rows, expected = np.flatnonzero(nulls(array)), "a value in every row"
         remedy = "Fill or drop them: df.na.fill, df.na.drop"
+        if column.source != "scalar":  # nor does `missing` know its length
+            remedy = "Leave them out (missing='skip', df.na.drop), or give them a value with F.coalesce"
         raise RowsRefused.at(rows, first_row, column.name, "null", expected, remedy=remedy, missing=True)
     if column.source == "scalar":
         return Values(_numbers(array), None, 1)

@@ -67,6 +67,8 @@ def prediction(output: Array, rule: str) -> Array:
     flat = output.reshape(len(output))
     if rule == "value":
         return flat.astype(np.float64)
+    if rule == "sign":
+        return np.where(flat > 0, 1.0, -1.0)
     threshold = 0.0 if rule == "binary_logit" else 0.5
     return (flat > threshold).astype(np.float64)
 

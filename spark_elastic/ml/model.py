@@ -291,7 +291,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
             if not (name := self.getOrDefault(setting)) or (not self.isSet(setting) and name in taken):
                 continue
             vector = made != "prediction"
-            if rule is not None and not (vector and rule == "value"):
+            if rule is not None and not (vector and rule in ("value", "sign")):
                 added.append(AddedColumn(name, made, 0, rule, OutputShape("<f8", shape), as_vector=vector))
             elif self.isSet(setting):
                 raise InvalidSettingsError(

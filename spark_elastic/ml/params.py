@@ -107,7 +107,7 @@ def grouped_names(name: str, value: str | Sequence[str] | Sequence[Sequence[str]
     if _is_list(value) and any(_is_list(each) for each in value):
         if not all(_is_list(each) for each in value):
             raise InvalidSettingsError(
-                f"{name} mixes names and lists of names: {value!r}; give a list for each input, or names alone"
+                f"{name} mixes names and lists of names: {value!r}; give lists alone, [['a', 'b'], ['c']], or names"
             )
         return [names(f"{name}[{index}]", each) for index, each in enumerate(value)]
     return names(name, value)  # type: ignore[arg-type]

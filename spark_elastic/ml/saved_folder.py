@@ -70,7 +70,7 @@ class StoreFolder(_Folder):
         super().__init__(spark, path)
         self._store = Store.create(path)
         if spark is None and self._store.is_local:
-            self.hint = " on this machine, where it is looked for because there is no SparkSession"
+            self.hint = " on this machine"
 
     def qualified(self, path: str) -> str:
         """Return the full URI of a path, without ".."; on the default filesystem if it names none."""

@@ -29,7 +29,7 @@ BestMode: TypeAlias = Literal["auto", "min", "max"]
 OutputType: TypeAlias = Literal["array", "vector"]
 HandleInvalid: TypeAlias = Literal["error", "skip", "keep"]
 PredictionRule: TypeAlias = Literal[
-    "auto", "argmax", "value", "binary_logit", "binary_probability", "argmax_probability"
+    "auto", "argmax", "value", "sign", "binary_logit", "binary_probability", "argmax_probability"
 ]
 
 _OWN_SETTINGS = (
@@ -336,7 +336,7 @@ class OutputParams(ElasticParams):
     """Output: the columns that `transform` adds."""
 
     output_cols, getOutputCols, setOutputCols = setting(
-        "names of the columns with the model's outputs: a double or integer if there is one value per row, an array "
+        "names of the columns with the model's outputs: a double or integer for an output [rows], an array "
         "otherwise. []: none. Default: 'output', or 'output_0', 'output_1', ...",
         to.names_or_none,
     )
@@ -352,8 +352,8 @@ class OutputParams(ElasticParams):
     )
     prediction, getPrediction, setPrediction = setting(
         "rule for the prediction from the first output: 'argmax', 'argmax_probability' (of probabilities), 'value', "
-        "'binary_logit' (1 above 0) or 'binary_probability' (1 above 0.5). 'auto': that of the loss, or the value if "
-        "there is one per row, or none.",
+        "'sign' (-1 or 1), 'binary_logit' (1 above 0) or 'binary_probability' (1 above 0.5). 'auto': that of the loss, "
+        "or the value if there is one per row, or none.",
         to.one_of(*get_args(PredictionRule)),
         default="auto",
     )

@@ -86,8 +86,8 @@ def _batch(tensors: Mapping[str, Any], rows: int) -> TorchBatch:
 _RULES: Mapping[Any, str] = {
     **dict.fromkeys((nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss), "argmax"),
     **dict.fromkeys((F.cross_entropy, F.nll_loss, F.multi_margin_loss), "argmax"),
-    **dict.fromkeys((nn.BCEWithLogitsLoss, nn.SoftMarginLoss), "binary_logit"),
-    **dict.fromkeys((F.binary_cross_entropy_with_logits, F.soft_margin_loss), "binary_logit"),
+    **dict.fromkeys((nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits), "binary_logit"),
+    **dict.fromkeys((nn.SoftMarginLoss, F.soft_margin_loss), "sign"),
     **dict.fromkeys((nn.BCELoss, F.binary_cross_entropy), "binary_probability"),
     **dict.fromkeys((nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss), "value"),
     **dict.fromkeys((nn.KLDivLoss, nn.MultiLabelSoftMarginLoss, F.kl_div, F.multilabel_soft_margin_loss), "value"),

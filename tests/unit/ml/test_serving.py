@@ -138,11 +138,12 @@ def column(dtype: str, shape: tuple[int, ...], **more: Any) -> AddedColumn:
 
 
 @pytest.mark.parametrize(
-    ("rule", "expected"), [("value", [0.25, 0.75]), ("binary_logit", [1, 1]), ("binary_probability", [0, 1])]
+    ("rule", "expected"),
+    [("value", [-0.25, 0.75]), ("sign", [-1, 1]), ("binary_logit", [0, 1]), ("binary_probability", [0, 1])],
 )
 @pytest.mark.parametrize("shape", [(2,), (2, 1)])
 def test_single_value_is_the_prediction_or_compared_with_a_threshold(rule: str, expected: Any, shape: Any) -> None:
-    made = prediction(np.array([0.25, 0.75], "f4").reshape(shape), rule)
+    made = prediction(np.array([-0.25, 0.75], "f4").reshape(shape), rule)
     assert made.dtype == np.float64
     assert made.tolist() == expected
 
