@@ -24,7 +24,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   all benchmarks, minutes each; see benchmarks/README.md"
 	@echo "make chaos   storms of faults over real trainings, five minutes; see docs/reliability.md"
-	@echo "make gpu-check    on a machine with a GPU: its tests and figures, six minutes; no Spark, no Java, PYTHON with torch"
+	@echo "make gpu-check    on a machine with a GPU: its tests and figures, eight minutes; no Spark, no Java, PYTHON with torch"
 	@echo "make notebooks    run examples/notebooks and write what they show into their .ipynb twins"
 	@echo "make site    the documentation as a site, in build/site; it needs no internet"
 	@echo "make diagrams    draw the diagrams of the pages anew, after a change of one (npm, chromium)"

@@ -1,4 +1,4 @@
-"""Steps and recoveries on one GPU, with plain PyTorch and DistributedDataParallel beside them. Needs no Spark.
+"""Steps, recoveries and epochs on one GPU, with plain PyTorch and DistributedDataParallel beside. Needs no Spark.
 
 One worker, and two on the same card, as `tests/gpu/one_card.py` has them: they share it in slices of time, so compare
 the columns of a row, not milliseconds with those of real worlds.
@@ -11,9 +11,11 @@ Prints a table and writes benchmarks/results/gpu_steps.json.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -31,9 +33,16 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 RESULTS = Path(__file__).parent / "results" / "gpu_steps.json"
-MODELS = {"0.7M": (784, 512, 512, 10), "8M": (784, 2048, 2048, 1024, 10), "100M": (2048, 8192, 8192, 2048, 10)}
+MODELS = {
+    "0.7M": (784, 512, 512, 10),
+    "8M": (784, 2048, 2048, 1024, 10),
+    "25M": (1024, 3072, 4096, 2048, 10),
+    "100M": (2048, 8192, 8192, 2048, 10),
+}
 KINDS = ("plain", "ddp", "ours")
 ROWS, STEPS_A_BLOCK = 256, 10
+LIMIT_S = 90
+"""The longest time of an experiment."""
 
 
 def steps(kind: str, sizes: tuple[int, ...], device: torch.device) -> Callable[[], None]:
@@ -90,23 +99,112 @@ def measure(folder: str, models: dict[str, tuple[int, ...]], rounds: int, claims
     return {"ms": table, "nccl": one_card.used_nccl()}
 
 
-def recovery(folder: Path) -> dict[str, Any]:
-    """Kill one of three workers; return the milliseconds to the next step, and of the pause when a newcomer joins."""
+def recovery(workers: int, width: int, folder: Path) -> dict[str, Any]:
+    """Kill a worker; return milliseconds from step to step over that and over a join, and the lines that were printed.
+
+    The join is also given without the time in which NCCL connects.
+    """
+    import spark_elastic
     from tests.gpu import one_card
     from tests.gpu.test_worlds import die
 
-    kill = partial(die, victim=1, at=10, folder=str(folder))
-    one_card.run(3, folder, 30, at_step=kill, waits_for=3)
-    lines = [line for each in one_card.steps_in(folder).values() for line in each]
+    kill, printed = partial(die, victim=1, at=10, folder=str(folder)), io.StringIO()
+    settings = {"at_step": kill, "waits_for": workers, "width": width}
+    options = {**one_card.options(workers), "stdout": printed, "stderr": printed}
+    spark_elastic.run(one_card.train, (str(folder), 30), settings, **options)
+    steps = one_card.steps_in(folder)
+    lines = [line for each in steps.values() for line in each]
     before = max(line[4] for line in lines if line[0] == 1)
     after = min(line[4] for line in lines if line[0] == 2)
-    joins = [
-        b[4] - a[4]
-        for each in one_card.steps_in(folder).values()
-        for a, b in pairwise(each)
-        if b[0] > a[0] and b[2] == 3
-    ]
-    return {"step to step over a kill": round((after - before) * 1e3, 1), "and over a join": round(max(joins) * 1e3, 1)}
+    joins = [(b[4] - a[4], b[0]) for each in steps.values() for a, b in pairwise(each) if b[2] > a[2]]
+    pause, joined = max(joins)
+    connects = [line.split() for file in folder.glob("*.connects") for line in file.read_text().splitlines()]
+    connecting = max((float(seconds) for number, seconds in connects if float(number) == joined), default=0.0)
+    return {
+        "over a kill": round((after - before) * 1e3, 1),
+        "over a join": round(pause * 1e3, 1),
+        "without connecting": round((pause - connecting) * 1e3, 1),
+        "lines printed": len(printed.getvalue().splitlines()),
+    }
+
+
+def undisturbed(steps: int, folder: Path) -> dict[str, Any]:
+    """Let three workers make steps; return the number of worlds that this took, and the milliseconds of a step."""
+    from tests.gpu import one_card
+
+    one_card.run(3, folder, steps)
+    logs = one_card.steps_in(folder).values()
+    gaps = [b[4] - a[4] for each in logs for a, b in pairwise(each)]
+    return {
+        "steps": steps,
+        "worlds": len({line[0] for each in logs for line in each}),
+        "ms": round(statistics.median(gaps) * 1e3, 1),
+    }
+
+
+def picture_net() -> nn.Module:
+    def block(a: int, b: int, stride: int) -> list[nn.Module]:
+        first = [nn.Conv2d(a, b, 3, stride, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU()]
+        return [*first, nn.Conv2d(b, b, 3, 1, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU()]
+
+    torch.manual_seed(0)
+    layers = [*block(3, 64, 1), *block(64, 128, 2), *block(128, 256, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(Scaled(), *layers, nn.Linear(256, 10))
+
+
+class Scaled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(-1, 3, 32, 32).float() / 127.5 - 1
+
+
+def table_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 2))
+
+
+def epochs(kind: str, rows: int, device: str, folder: Path) -> dict[str, Any]:
+    """Return the seconds of an epoch in the estimator's engine, alone, and in a loop over tensors on the device."""
+    from spark_elastic.data.dataset import pack
+    from spark_elastic.data.store import Store
+    from spark_elastic.ml.torch.spec import TorchTraining
+    from spark_elastic.ml.torch.train import train
+
+    torch.manual_seed(0)
+    table = kind == "table"
+    x = torch.randn(rows, 20) if table else torch.randint(0, 256, (rows, 3, 32, 32), dtype=torch.uint8)
+    y, make, size = torch.randint(0, 2, (rows,)), table_net if table else picture_net, 1024 if table else 512
+    adam = partial(torch.optim.Adam, lr=1e-3)
+    dataset = pack({"features_0": x.numpy(), "label_0": y.numpy()}, folder / "data", shards=4)
+    store = Store.create(folder / "run")
+    loss, metrics = nn.CrossEntropyLoss(), {"accuracy": lambda output, label: (output.argmax(1) == label).float()}
+    training = TorchTraining(
+        dataset=dataset, store=store, model=make(), optimizer=adam, loss=loss, metrics=metrics if table else {},
+        batch_size=size, epochs=4, device=device, verbose=0,
+    )  # fmt: skip
+    ours = min(row["seconds"] for row in train(training).history)
+    net, x, y = make().to(device), x.to(device), y.to(device)
+    optimizer, times = adam(net.parameters()), []
+    for _ in range(4):
+        began = time.perf_counter()
+        order = torch.randperm(rows, device=device)
+        for chosen in order.split(size):
+            optimizer.zero_grad()
+            loss(net(x[chosen]), y[chosen]).backward()
+            optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return {"ours": round(ours, 3), "tensors there": round(min(times), 3), "speed": round(min(times) / ours, 3)}
+
+
+def step_times(workers: int, claims: bool, quick: bool, folder: Path) -> dict[str, Any]:
+    import spark_elastic
+    from tests.gpu import one_card
+
+    names = ["0.7M"] if quick else [name for name in MODELS if workers == 1 or name != "100M"]
+    models = {name: MODELS[name] for name in names}
+    options = one_card.options(workers)
+    return spark_elastic.run(measure, (str(folder), models, 2 if quick else 8, claims), **options)[0]
 
 
 def facts(device: str) -> dict[str, Any]:
@@ -126,29 +224,35 @@ def main() -> None:
         print("gpu_steps.py: torch sees no GPU here")
         return
     os.environ["SPARK_ELASTIC_GPU_CHECK"] = arguments.device
-
-    import spark_elastic
-    from tests.gpu import one_card
-
-    models = {"0.7M": MODELS["0.7M"]} if arguments.quick else MODELS
-    rounds = 2 if arguments.quick else 8
-    found: dict[str, Any] = {"machine": facts(arguments.device), "step": {}}
-    for title, workers, claims in (("one worker", 1, True), ("two, NCCL", 2, True), ("two, host memory", 2, False)):
-        own = {name: sizes for name, sizes in models.items() if workers == 1 or name != "100M"}
-        with tempfile.TemporaryDirectory() as folder:
-            options = one_card.options(workers)
-            result = spark_elastic.run(measure, (folder, own, rounds, claims), **options)[0]
-        found["step"][title] = result
-        for name, row in result["ms"].items():
-            columns = ", ".join(f"{kind} {value:.2f} ms" for kind, value in row.items())
-            print(
-                f"{title:18} {name:>5}: {columns}{'' if workers == 1 or result['nccl'] else ' (no NCCL)'}", flush=True
-            )
-    with tempfile.TemporaryDirectory() as folder:
-        found["ms"] = recovery(Path(folder))
-    print(found["ms"])
+    quick, device = arguments.quick, arguments.device
+    experiments: dict[str, Callable[[Path], dict[str, Any]]] = {
+        "step, one worker": partial(step_times, 1, True, quick),
+        "step, two, NCCL": partial(step_times, 2, True, quick),
+        "step, two, host memory": partial(step_times, 2, False, quick),
+        "a kill and a join": partial(recovery, 3, 256),
+        "undisturbed": partial(undisturbed, 30 if quick else 1000),
+        "epoch of a table": partial(epochs, "table", 4096 if quick else 400_000, device),
+        "epoch of images": partial(epochs, "images", 32 if quick else 40_000, device),
+        "the same with 1 GB": partial(recovery, 2, 512 if quick else 9000),
+    }
+    found: dict[str, Any] = {"machine": facts(device)}
+    signal.signal(signal.SIGALRM, _too_long)
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
-    arguments.results.write_text(json.dumps(found, indent=1) + "\n")
+    for name, experiment in experiments.items():
+        signal.alarm(LIMIT_S)  # one that hangs must not cost the others their time on the GPU
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found[name] = experiment(Path(folder))
+            except Exception as error:
+                found[name] = {"error": f"{type(error).__name__}: {error}"[:1000]}
+            signal.alarm(0)
+        print(f"{name} ({time.monotonic() - began:.0f} s): {json.dumps(found[name])}", flush=True)
+        arguments.results.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _too_long(*_: Any) -> None:
+    raise TimeoutError(f"not done after {LIMIT_S} s")
 
 
 if __name__ == "__main__":

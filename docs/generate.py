@@ -120,8 +120,9 @@ def common_settings() -> str:
 
 def torch_settings() -> str:
     from spark_elastic import ElasticTorchEstimator
+    from spark_elastic.ml.torch.model import HalfPrecision
 
-    return "\n".join([*_setting_lines(_declared(ElasticTorchEstimator)), ""])
+    return "\n".join([*_setting_lines([*_declared(ElasticTorchEstimator), *_declared(HalfPrecision)]), ""])
 
 
 def keras_settings() -> str:

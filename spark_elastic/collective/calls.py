@@ -82,12 +82,15 @@ class Handle:
 
 
 def poll(handle: Handle) -> bool:
-    """Return True if `synchronize` would not block. The first call waits until all have called, or wait, too."""
+    """Return True if `synchronize` would return or raise without blocking.
+
+    The first call itself waits, until all members have called this collective or wait for another one.
+    """
     return handle.done()
 
 
 def synchronize(handle: Handle) -> Any:
-    """Wait for a collective and return its result. Raises HorovodInternalError, or MismatchError on all members."""
+    """Wait for a collective; return its result. Raises HorovodInternalError (lost peer) or MismatchError."""
     return handle.wait()
 
 

@@ -52,6 +52,7 @@ class Bucket:
             that number, which is never 0.
         flags: the last elements of `flat`, which are summed without scaling; None if the bucket has none. The first
             element is 1 on a member to which the driver has announced a coming world.
+        received: copies on the CPU of what `receive` has found in `piggyback`, in `given` and in `flags`.
         after: the factor to multiply `flat` by after the sum.
     """
 
@@ -79,6 +80,9 @@ class Bucket:
         *pieces, numbers, self.given, rest = self.flat.split([*sizes, piggyback, len(sizes), flags])
         self.piggyback = numbers if piggyback else None
         self.flags = rest if flags else None
+        self._tail = self.flat[sum(sizes) :]
+        self._host = torch.empty_like(self._tail, device="cpu", pin_memory=first.is_cuda)
+        self.received = self._host.split([piggyback, len(sizes), flags])
         self.views = [shaped(piece[: param.numel()], param) for piece, param in zip(pieces, params, strict=True)]
         self._starts = [0, *accumulate(sizes)]
         """The index in `flat` at which each gradient begins, and the index behind the last one."""
@@ -104,7 +108,7 @@ class Bucket:
         shaped like them; None: this member has none. They may be the views, and are no longer needed afterwards.
 
         Returns:
-            The work. After waiting for it, call `unpack`.
+            The work. After waiting for it, call `receive`, or `unpack` for `flat` alone.
         """
         self._sources = [
             None if gradient is None else flattened(gradient, view)
@@ -168,11 +172,21 @@ class Bucket:
         self.flat[:end].copy_(self.compression.decompress(received.view(self._sent_shape), self._context))
         self.flat[end:].copy_(rest)
 
+    def receive(self, queued: bool) -> None:
+        """Decompress and scale the received values; copy to `received` those that the host reads.
+
+        `queued`: only put that on the stream of the GPU; the caller waits for it. Not with a user's compressor.
+        """
+        self.unpack()
+        self._host.copy_(self._tail, non_blocking=queued)
+        if self.after != 1.0:
+            self.flat.mul_(self.after)
+
     def given_by_none(self) -> list[int]:
-        """Return the indices of the gradients that no member gave; call it after `unpack`, before scaling `flat`."""
-        if not self._missing:  # to read `given` would take as long as the sum on a GPU
+        """Return the indices of the gradients that no member gave; call it after `receive`."""
+        if not self._missing:
             return []
-        counts = self.given.tolist()
+        counts = self.received[1].tolist()
         return [at for at in self._missing if not counts[at]]
 
 

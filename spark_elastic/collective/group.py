@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from spark_elastic.collective import reduce
 from spark_elastic.collective.gloo.process_group import GlooCollectives
-from spark_elastic.collective.gpu.nccl import NcclReductions
+from spark_elastic.collective.gpu.nccl import NcclReductions, NcclWork
 from spark_elastic.collective.joining import CollectiveLog
 from spark_elastic.collective.negotiation import Negotiation
 from spark_elastic.collective.one_thread import in_one_thread
@@ -43,8 +44,16 @@ class StagedWork(NamedTuple):
 
 def launch_staged(collective: Callable[..., Any], result: torch.Tensor, *inputs: torch.Tensor) -> StagedWork:
     """Call `collective` with copies of `result` and `inputs` in the host's memory; `wait` copies the result back."""
-    copies = [tensor.detach().to("cpu", copy=True) for tensor in (result, *inputs)]
-    return StagedWork(collective(*copies), lambda: result.copy_(copies[0]))
+    copies = [_to_host(tensor.detach()) for tensor in (result, *inputs)]
+    return StagedWork(collective(*copies), lambda: result.copy_(copies[0], non_blocking=result.is_cuda))
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in memory that CUDA cannot page out: copies between it and a GPU are several times as fast.
+
+    torch keeps such memory, and uses it again once copies from it that were queued are done.
+    """
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
 
 
 class Group:
@@ -79,7 +88,7 @@ class Group:
 
     @in_one_thread
     def allreduce(self, tensor: torch.Tensor, op: Any, fill: Fill | None = None) -> Any:
-        """Launch an all-reduce of a contiguous tensor, in place after `wait`; `fill` writes what is in it, if given."""
+        """Launch an in-place all-reduce of a contiguous tensor, done after `wait`; `fill` may write the input."""
         self.negotiation.settle()
         on_gpu = reduce.is_on_gpu(tensor)
         special: NcclReductions | SharedMemoryReducer | None = self.nccl if on_gpu else self.shared_memory
@@ -93,14 +102,22 @@ class Group:
         return (way or self.gloo).allreduce(tensor, op, fill)
 
     @in_one_thread
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
-        """Launch a broadcast of the tensor of rank `root`."""
-        if reduce.is_on_gpu(tensor):
+    def broadcast(self, tensor: torch.Tensor, root: int, by_nccl: bool = False) -> Any:
+        """Launch a broadcast of the tensor of rank `root`; `by_nccl`: see `uses_nccl`."""
+        if reduce.is_on_gpu(tensor) and not by_nccl:
             return launch_staged(lambda copy: self.broadcast(copy, root), tensor)
         self.negotiation.settle()
         self.check_alive()
         self.log.launched("broadcast", tensor, root)
-        return (self.shared_memory or self.gloo).broadcast(as_bytes(tensor), root)
+        way = self.nccl if by_nccl and self.nccl is not None else self.shared_memory or self.gloo
+        return way.broadcast(as_bytes(tensor), root)
+
+    @in_one_thread
+    def uses_nccl(self, device: torch.device) -> bool:
+        """Return True, on all members, if they can use NCCL; all call this with the device of tensors on their GPUs."""
+        if self.nccl is not None and not self.nccl.reason:  # a reduction decides it, also for ranks that have joined
+            self.wait(self.allreduce(torch.zeros(1, dtype=torch.float64, device=device), dist.ReduceOp.SUM))
+        return self.nccl is not None and self.nccl.used
 
     # --- collectives that Gloo alone has ----------------------------------------------------------
 
@@ -141,6 +158,20 @@ class Group:
             work.copy_back()
         else:
             getattr(work, "way", self.gloo).wait(work)  # a work of torch's names no way: it is Gloo's
+
+    @in_one_thread
+    def wait_each(self, works: Sequence[Any], receive: Callable[[int, bool], None], may_queue: bool) -> None:
+        """Wait for reductions in their order, and call `receive(number, queued)` for each.
+
+        `queued`: the result is there for later work on the GPU's stream alone, and this waits for that work too, once
+        for all reductions. So `receive` must only put work on the stream; `may_queue`: it can.
+        """
+        if may_queue and works and all(isinstance(work, NcclWork) for work in works):
+            works[0].way.wait_each(works, receive)
+            return
+        for number, work in enumerate(works):
+            self.wait(work)
+            receive(number, False)
 
     # --- the end ----------------------------------------------------------------------------------
 

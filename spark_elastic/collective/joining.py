@@ -120,7 +120,8 @@ def _contribute_neutral(group: GroupContext, name: str, type_name: str, count: i
         tensor = torch.zeros(count, dtype=dtype, device="cpu")
         group.wait(group.allgather(tensor.new_empty(count * group.size), tensor))
     elif name == "broadcast" and argument != group.rank:
-        group.wait(group.broadcast(torch.empty(count, dtype=dtype, device="cpu"), argument))
+        on_gpu = device != "cpu"
+        group.wait(group.broadcast(torch.empty(count, dtype=dtype, device=device), argument, by_nccl=on_gpu))
     else:
         raise UsageError(
             f"another rank has called {name}, in which a rank that waits in hvd.join() cannot take part; "

@@ -11,6 +11,7 @@ from typing import Any
 import cloudpickle
 import torch
 
+from spark_elastic.collective import reduce
 from spark_elastic.collective.calls import agree, describe_tensor
 from spark_elastic.collective.group import Group, as_bytes
 from spark_elastic.collective.operations import is_provisional
@@ -127,43 +128,58 @@ def broadcast_tensors(
     """Overwrite each tensor with that of `root_rank`, in few large messages.
 
     Small tensors are packed into chunks of at most `_CHUNK_BYTES`. Each large one is sent separately, without a copy if
-    it is contiguous.
+    it is contiguous. NCCL sends those that all members have on their GPUs; others go through the hosts' memory.
     Raises MismatchError if types or shapes differ between members.
     """
     group = process_set.group()
     root = process_set.set_rank_of(root_rank)
     if group is None:
         return
-    agree(group, "broadcast_tensors", f"root_rank={root_rank}: {'; '.join(map(describe_tensor, tensors))}")
+    plain = [tensor.detach() for tensor in tensors]
+    on_gpu = [reduce.is_on_gpu(tensor) for tensor in plain]
+    gpus = {tensor.device for tensor, there in zip(plain, on_gpu, strict=True) if there}
+    about = f"root_rank={root_rank}: {'; '.join(map(describe_tensor, tensors))}"
+    alike = agree(group, "broadcast_tensors", about, detail=f"{len(gpus)} GPUs: {on_gpu}")
+    if alike and len(gpus) == 1 and group.uses_nccl(device := gpus.pop()):
+        _broadcast_on(device, group, [tensor for tensor, there in zip(plain, on_gpu, strict=True) if there], root, True)
+        plain = [tensor for tensor, there in zip(plain, on_gpu, strict=True) if not there]
+    _broadcast_on(torch.device("cpu"), group, plain, root, False)
+
+
+def _broadcast_on(
+    device: torch.device, group: Group, tensors: Sequence[torch.Tensor], root: int, by_nccl: bool
+) -> None:
+    """Send the tensors from this device of the root to those of the others."""
     chunk: list[torch.Tensor] = []
     filled = 0
     for tensor in tensors:
-        plain = tensor.detach()
-        size = plain.numel() * plain.element_size()
+        size = tensor.numel() * tensor.element_size()
         if size >= _CHUNK_BYTES // 8:  # decided by size alone, so that all members divide the tensors in the same way
-            wire = plain.cpu().contiguous()
-            group.wait(group.broadcast(as_bytes(wire), root))
-            if wire.data_ptr() != plain.data_ptr():
-                plain.copy_(wire)
+            wire = tensor.to(device).contiguous()
+            group.wait(group.broadcast(as_bytes(wire), root, by_nccl))
+            if wire.data_ptr() != tensor.data_ptr():
+                tensor.copy_(wire)
             continue
         if filled + size > _CHUNK_BYTES and chunk:
-            _broadcast_chunk(group, chunk, root)
+            _broadcast_chunk(device, group, chunk, root, by_nccl)
             chunk, filled = [], 0
-        chunk.append(plain)
+        chunk.append(tensor)
         filled += size
     if chunk:
-        _broadcast_chunk(group, chunk, root)
+        _broadcast_chunk(device, group, chunk, root, by_nccl)
 
 
-def _broadcast_chunk(group: Group, tensors: Sequence[torch.Tensor], root: int) -> None:
+def _broadcast_chunk(
+    device: torch.device, group: Group, tensors: Sequence[torch.Tensor], root: int, by_nccl: bool
+) -> None:
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     if not sum(sizes):
         return
     if group.rank == root:
-        flat = torch.cat([as_bytes(tensor.cpu().contiguous()) for tensor in tensors])
+        flat = torch.cat([as_bytes(tensor.to(device).contiguous()) for tensor in tensors])
     else:
-        flat = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-    group.wait(group.broadcast(flat, root))
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    group.wait(group.broadcast(flat, root, by_nccl))
     if group.rank != root:
         for tensor, part in zip(tensors, flat.split(sizes), strict=True):
             # a part may start at any byte; a copy is aligned for every type

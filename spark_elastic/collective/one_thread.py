@@ -14,7 +14,11 @@ R = TypeVar("R")
 
 
 class OneThread:
-    """A context that one thread of the process may be in; threads that Python has not started are let in always."""
+    """A context that one thread of the process may be in, any number of times.
+
+    Threads that Python has not started, such as those of autograd and TensorFlow, are let in at any time: their
+    frameworks keep the order of what they call.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

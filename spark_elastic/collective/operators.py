@@ -179,7 +179,10 @@ class Compression:
 def compressed_sum_scaling(
     compression: type[Compressor], op: ReduceOp, size: int, dtype: torch.dtype
 ) -> tuple[ReduceOp, float, float]:
-    """Return the operator for compressed tensors, and the factors before `compress` and after `decompress`."""
+    """Choose how to reduce float16 tensors so that no sum overflows and no small value vanishes.
+
+    Returns the operator for compressed tensors, and the factors before `compress` and after `decompress`.
+    """
     to_float16 = issubclass(compression, CastCompressor) and compression.dtype is torch.float16
     if size == 1 or op not in (Average, Sum) or not dtype.is_floating_point or not to_float16:
         return op, 1.0, 1.0

@@ -37,7 +37,10 @@ class Position:
 
 
 class Process:
-    """This process's link to the driver, position and groups. On the user's thread, but for `_on_cut`."""
+    """The state of this process: the link to the driver, its position and its groups.
+
+    There is one instance, `process`. Its methods are called on the user's thread, and `_on_cut` on the channel's.
+    """
 
     def __init__(self) -> None:
         self._connections: dict[str, tuple[int, int]] = {}

@@ -86,7 +86,10 @@ class VariableComparison:
         return max((self._left.get(variable, _COMPARISONS) for _, variable in self._named()), default=0)
 
     def compare(self, group: Group, left: int) -> int:
-        """Compare the variables; return how often more, of `left` (the members' most) times. Raises MismatchError."""
+        """Compare the variables on all members; return how many comparisons are left now.
+
+        `left`: the largest number left of any member. Raises MismatchError if variables differ in the last comparison.
+        """
         named = self._named()
         tensors = [(name, self._values_of(variable)) for name, variable in named]
         try:

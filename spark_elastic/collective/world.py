@@ -84,7 +84,10 @@ def members_of(name: str, assignment: Assignment) -> list[Member]:
 
 
 def _wait_for_all(link: WorkerLink, group: Group) -> None:
-    """Wait until all members have reached their first use of a set; meanwhile compare the queues of other groups."""
+    """Wait until all members have reached their first use of a set.
+
+    Meanwhile the queues of other groups are compared: a member may come here only once their collectives are done.
+    """
     all_are_here: Future[Sequence[str]] = Future()
     start = clock.monotonic()
 

@@ -45,7 +45,10 @@ class AddressBook:
         self._set(agent, hello.place.host, hello.addresses, hello.probe_port, channel_address)
 
     def changed(self, agent: AgentId, addresses: dict[str, tuple[str, ...]], probe_port: int) -> None:
-        """Replace an agent's addresses; raise UnknownInterfaceError, and keep them, if `nics` has no interface now."""
+        """Replace the addresses of an agent, whose host has other interfaces now.
+
+        If the host has none of the interfaces in `nics` any more, UnknownInterfaceError is raised and nothing replaced.
+        """
         known = self._agents[agent]
         self._set(agent, known.host, addresses, probe_port, known.channel_address)
         others = set(known.candidates).symmetric_difference(self._agents[agent].candidates)
@@ -71,7 +74,10 @@ class AddressBook:
         self._agents.pop(agent, None)
 
     def probes_for(self, agent: AgentId) -> list[tuple[AgentId, tuple[str, ...]]]:
-        """Return who tries which address:port for a new agent: it tries some on other hosts, one of which tries it."""
+        """Return the agents that have to test connections for a new agent, each with its "address:port"s.
+
+        The new agent tries some agents of other hosts, and one of them tries the new agent.
+        """
         others = self._first_elsewhere(agent, self._agents)
         if not others:
             return []
@@ -82,7 +88,10 @@ class AddressBook:
         return [(prober, targets) for prober, targets in asked if targets]
 
     def probe_again(self) -> list[tuple[AgentId, tuple[str, ...]]]:
-        """Return who tries which address:port because worlds break: each agent those after it elsewhere, in a ring."""
+        """Return the connections to test because worlds break, as `probes_for` does.
+
+        Each agent tries those on other hosts that come next in a ring, so that none gets many connections at once.
+        """
         self._tried.clear()
         asked: list[tuple[AgentId, tuple[str, ...]]] = []
         ring = list(self._agents)
@@ -138,7 +147,10 @@ class AddressBook:
         return sorted(usable, key=lambda a: a not in self._reached)
 
     def _targets(self, agent: AgentId, prober: AgentId) -> tuple[str, ...]:
-        """Return where the prober tries to reach the agent: not at its own host's addresses, where others answer."""
+        """Return the targets at which the prober tries to reach the agent.
+
+        Addresses that the prober's host has too (loopback, a container bridge) are left out: others may answer there.
+        """
         known, own = self._agents[agent], self._agents[prober].candidates
         if not known.probe_port:
             return ()
@@ -148,7 +160,7 @@ class AddressBook:
 def check_interfaces(
     host: str, addresses: dict[str, tuple[str, ...]], nics: Sequence[str] | None
 ) -> dict[str, tuple[str, ...]]:
-    """Return a host's addresses by interface, of `nics` (None: all); raise UnknownInterfaceError if it has none."""
+    """Return a host's addresses on `nics` (None: all), by interface; UnknownInterfaceError if it has none."""
     if not addresses:
         problem = f"host {host} has no interface that is up and has an IPv4 address or a global IPv6 address"
         raise UnknownInterfaceError(problem, host=host, nics=())

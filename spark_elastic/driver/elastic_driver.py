@@ -264,7 +264,7 @@ class ElasticDriver:
         self._announce()
 
     def _wake_at(self, due: float | None) -> None:
-        """Have `_wake` called at this time or earlier; never later, or heartbeats would put it off for ever."""
+        """Have `_wake` called at this time or earlier; later, a flow of heartbeats would put it off for ever."""
         if self._loop is None or due is None or (self._alarm is not None and self._alarm.when() <= due):
             return
         if self._alarm is not None:

@@ -187,7 +187,7 @@ class OutputPrinter:
         self.line(wrapped(text, self._screen.columns), self._job_stream())
 
     def worker_lines(self, process: str, stream: str, lines: Sequence[str], shown: Sequence[str] | None = None) -> None:
-        """Queue lines of a process (its rank, or "slot 3"): `shown` (default: all) to print, all for the files."""
+        """Queue lines of a process (its rank, or "slot 3"): print `shown` (None: all), write all into files."""
         for text in lines if shown is None else shown:
             if "\r" in text:  # as of progress bars: a terminal shows what was written last
                 text = next((each for each in reversed(text.split("\r")) if each.strip()), "")

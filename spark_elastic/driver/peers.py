@@ -43,7 +43,7 @@ class JobObserver(Protocol):
     """A receiver of a job's epochs and changes, on the job's thread: `jobs.driver_callbacks.CallbackSession`."""
 
     def epoch_ended(self, row: Row, answer: Callable[[str], None] | None) -> None:
-        """Take an epoch's row, perhaps again; `answer` takes, on any thread, the reason to end the training or ""."""
+        """Take an epoch's row, maybe again; call `answer`, in any thread, with "" or a reason to end training."""
 
     def membership_changed(self, change: MembershipChange) -> None:
         """Take a change of the workers, once it is announced."""
@@ -183,7 +183,10 @@ class Peers:
                 self.handle(seen.AddressLost(worker))
 
     def _vacate(self, slot: SlotId) -> None:
-        """Tell the launcher if a slot has no usable agent any more (two after a repeat), unless the job ends."""
+        """Tell the launcher if a slot has no usable agent left; it has two while Spark runs a task again.
+
+        Not while the job ends, which needs no agents: the launcher would gather new ones.
+        """
         if not self._ending and slot not in self.slots():
             self.launcher.agent_present(slot, False)
 

@@ -38,12 +38,12 @@ H = TypeVar("H", bound="StateHandler")
 
 
 class TensorSpec(NamedTuple):
-    """One tensor of a layout; `key` is its name within the value. `on_cpu`: even if its parameter is not."""
+    """One tensor of a layout; `key` is its name within the value."""
 
     key: Any
     shape: tuple[int, ...]
     dtype: torch.dtype
-    on_cpu: bool
+    on_cpu: bool  # although the parameter that it belongs to is on a GPU
 
 
 Layout = list[TensorSpec]

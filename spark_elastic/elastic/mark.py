@@ -79,7 +79,10 @@ class OptimizerSteps:
         """Count the steps of a value that is new in the state, if it is an optimizer."""
 
     def count(self, replaced: bool = False) -> None:
-        """Count the steps since the last call, if optimizers do not report them; none if `replaced` by other values."""
+        """Count the steps since the last call, if optimizers do not report them.
+
+        `replaced`: the values of all optimizers have just been replaced, so their steps until now do not count.
+        """
 
     def check(self) -> None:
         """Refuse a mark of a loop whose training the state cannot keep, by UsageError or MismatchError; all call it."""

@@ -73,7 +73,7 @@ class PlainAttributes:
         )
 
     def assign(self, values: Mapping[str, Any]) -> None:
-        """Set attributes of the owner to copies of these values."""
+        """Set attributes of the owner to copies of these values; remove added ones that have none."""
         for name in self._added - values.keys():
             self.remove(name)
             vars(self._owner).pop(name, None)

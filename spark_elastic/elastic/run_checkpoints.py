@@ -104,12 +104,12 @@ class RunCheckpoints:
         return True
 
     def write(self, state: State, rank: int, *, end: bool = False) -> None:
-        """Write the state on rank 0 in the background, waiting at the `end` of the loop. Raises RunTakenError."""
+        """Write the state on rank 0, in the background; at the `end` of the loop, wait until it is written."""
         writer, version = self._writer, state.version
         if rank != 0 or writer is None or version is None:
             return
         if writer.fenced is not None:
-            raise writer.fenced
+            raise writer.fenced  # a RunTakenError: another driver has taken over the run
         writer.watch()
         now = clock.monotonic()
         if now < self._next_at and not end:

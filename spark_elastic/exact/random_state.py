@@ -73,12 +73,12 @@ def check_generators(generators: Iterable[Any]) -> None:
 
 
 class _Kind(NamedTuple):
-    """How generators of one type are seeded by 64 bits, and their states read as, and set from, bytes and numbers."""
+    """How generators of one type are seeded, and how their states are read and set."""
 
     type: type
-    seed: Callable[[Any, int], object]
-    read: Callable[[Any], Any]
-    write: Callable[[Any, Any], object]
+    seed: Callable[[Any, int], object]  # sets the state that follows from a seed of 64 bits
+    read: Callable[[Any], Any]  # returns the state as bytes and numbers alone, which checkpoints of any kind can hold
+    write: Callable[[Any, Any], object]  # sets such a state, in whatever process
 
 
 def _kind_of(generator: Any) -> _Kind:

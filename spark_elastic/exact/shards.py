@@ -347,7 +347,10 @@ def _guard(optimizer: torch.optim.Optimizer, workers: VirtualWorkers) -> list[An
 
 
 def _watch_others(workers: VirtualWorkers) -> Callable[[], None]:
-    """Return a function that refuses steps with gradients, and raises for buffers, that these shards have changed."""
+    """Return a check of all other virtual workers here, to call after the shards of these have run.
+
+    If the shards have changed gradients of others, it refuses their step; for a buffer of theirs it raises UsageError.
+    """
     others = [each for each in _all if each is not workers]
     own = {id(buffer) for buffer in workers._model.buffers()} if others else set()
     pending = [(each, _gradients(each)) for each in others if each._reduced]

@@ -40,7 +40,7 @@ class ElasticJob:
         status_url: str | None = None,
         lease: RunLease | None = None,
     ):
-        """Start the thread, which calls `prepare`, the driver and `clean_up`; a lost `lease` cancels the job."""
+        """Start a thread: `prepare` (waits for slots), driver, `clean_up`. A lost `lease` cancels the job."""
         self.name = name
         self._driver = driver
         self._prepare = prepare

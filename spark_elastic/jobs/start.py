@@ -300,7 +300,7 @@ def _listen(bind: str, ports: Ports, local: bool) -> socket.socket:
 
 
 def _within(site: Site, settings: ElasticSettings) -> tuple[ElasticSettings, str]:
-    """Limit the workers to the slots there can ever be, if enough; also return a line if fewer than num_proc start."""
+    """Limit workers to the slots there can ever be, if enough; return a line if fewer than num_proc start."""
     slots = site.fixed_slots()
     if slots is None or not settings.min_num_proc <= slots < settings.max_num_proc:
         return settings, ""

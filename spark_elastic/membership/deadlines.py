@@ -59,7 +59,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Timer(Generic[Key]):
-    """Deadlines of one kind, `delay_s` after `start`, by what they belong to (0: the job); then `on_due(key, now)`."""
+    """Deadlines of one kind, by the slot, agent, worker or host that each belongs to; 0: the job.
+
+    `on_due(key, now)` is called when a deadline has come, `delay_s` after `start`.
+    """
 
     def __init__(self, timers: list[Timer[Any]], on_due: Callable[[Key, float], object], delay_s: float = 0.0) -> None:
         """`timers`: the machine's, to which this one is added. Of equal deadlines, those of the first come first."""

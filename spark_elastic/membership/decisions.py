@@ -109,7 +109,10 @@ def _planned_restart(registry: WorkerRegistry, settings: ElasticSettings, lasted
 
 
 def patience_s(settings: ElasticSettings, change: WorldChange) -> float:
-    """Return how long members may take to stop for the next world; where all start again, not long for a newcomer."""
+    """Return how long the members of a world may take to stop for the next one.
+
+    Where all start again, it is short for a newcomer: ranks that stop at different steps wait for one another.
+    """
     for_newcomers = settings.restarts_world and change.kind is WorldChangeKind.NEWCOMERS
     return settings.heartbeat_timeout_s if for_newcomers else settings.stall_timeout_s
 
@@ -142,7 +145,10 @@ def build_world(round: int, members: Sequence[Worker]) -> World:
 
 
 def unequal_steps(members: Sequence[Worker], done: Sequence[Worker]) -> UnequalStepsError | None:
-    """Return the ranks that have left (returned, past the loop) the collectives where all others wait, or None."""
+    """Return which ranks have left the collectives that all others of a world wait in; None if none has.
+
+    A rank whose function has returned (`done`) takes part in none, and one after its elastic loop in none of that loop.
+    """
     in_loop = [worker.version for worker in members if worker.blocked_s is not None and not worker.after_loop]
     furthest = max(filter(None, in_loop), default=None)
     left = [*done]
@@ -157,7 +163,10 @@ def unequal_steps(members: Sequence[Worker], done: Sequence[Worker]) -> UnequalS
 
 
 def left_early(change: WorldChange, done: Sequence[Worker], step: int) -> UnequalStepsError | None:
-    """Return the members that had returned when a collective failed for which another one waited, or None."""
+    """Return which members had returned when a collective failed that another one waited for, or None.
+
+    A member that calls `hvd.shutdown()` at its end lets those fail that still wait for it.
+    """
     abandoned = change.cause is not None and change.cause.kind is LossKind.ABANDONED
     if not done or not (abandoned or change.kind is WorldChangeKind.COLLECTIVE_FAILED):
         return None

@@ -252,7 +252,10 @@ class Membership:
         self._judge_crashes(now)
 
     def _judge_boot_failures(self, now: float, late: bool = False) -> None:
-        """Fail the job if too many processes exited before one was ready; `late`: do not wait for their stderr."""
+        """Fail the job if too many processes exited before any worker was ready.
+
+        The agent's report of an exit comes after the channel's end, and has the stderr. `late`: do not wait for it.
+        """
         attempts = len(self._boot_failures)
         if self._any_ready or attempts < self.settings.boot_failure_limit:
             return
@@ -326,7 +329,10 @@ class Membership:
         self._judge_raised(now)
 
     def _judge_raised(self, now: float, late: bool = False) -> None:
-        """Fail the job because a member raised, unless a loss may explain it; `late`: a loss would be known by now."""
+        """Fail the job because a member raised, unless a loss may be the reason: it makes the others raise.
+
+        No member is lost if each was heard a moment after the exception. `late`: a loss would be known by now.
+        """
         if self._held is None:
             return
         error, round, at = self._held

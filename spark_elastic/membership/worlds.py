@@ -115,7 +115,10 @@ class WorldLifecycle:
                     self._admit(worker, now)
 
     def on_at_init(self, worker: Worker, now: float) -> None:
-        """Store that the worker waits in `init()`; admit it if the running world has reported a state."""
+        """Store that the worker waits in `init()`; admit it if the running world has an elastic loop.
+
+        As long as no worker has reported a state, the function may have no loop: then this worker needs a world itself.
+        """
         self._introduce(worker, now)
         self._registry.move(worker, AT_INIT)
         if self._elastic and self.phase in _WITH_WORLD:
@@ -289,7 +292,10 @@ class WorldLifecycle:
         self._context.announce_wait(Wait(kind, members, change=self._change), self._notice_timer.due(0), now)
 
     def on_blocked(self, now: float) -> None:
-        """End a too long collective: remove members not in it, or break the world; fail if they had left one before."""
+        """End a too long collective: remove the members that are not in it, or break the world if all are.
+
+        Fails the job if members have left the collective's loop or function, and had done so in an earlier world too.
+        """
         limit_s = self._settings.stall_timeout_s
         members = list(self._registry.in_state(TRAINING))
         unequal = decisions.unequal_steps(members, self._done_in_this_round())

@@ -31,7 +31,7 @@ from spark_elastic.ml.model import ElasticModel
 from spark_elastic.ml.params import ElasticParams, as_list
 from spark_elastic.ml.preparation import Tensors, model_inputs
 from spark_elastic.ml.results import FitResults
-from spark_elastic.ml.shared_params import READ_OPTIONS, OutputParams
+from spark_elastic.ml.shared_params import READ_OPTIONS
 from spark_elastic.ml.training.dry_run import DryRunResult, warn_of_no_prediction
 from spark_elastic.ml.training.spec import CheckpointPlan, Training, TrainingResult
 from spark_elastic.reporting.descriptions import describe_settings
@@ -455,8 +455,8 @@ class FitRun(ABC, Generic[T, M]):
             )
             # The model has the estimator's uid, as in Spark ML, so that param maps of a CrossValidator reach it.
             model._resetUid(self._settings.uid)
-            for param in OutputParams().params:
-                if self._settings.isSet(param.name):
+            for param in model.params:  # of the output: the model's inputs are in `fitted`
+                if param.name != "feature_cols" and self._settings.isSet(param.name):
                     model._set(**{param.name: self.given(param.name)})
         model.fit_seconds = dict(self.seconds)
         self._session.succeeded(

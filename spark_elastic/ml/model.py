@@ -76,6 +76,10 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         # By application and settings: the key of the executors' caches, and the broadcast. Copies share it.
         self._shipments: dict[tuple[Any, ...], tuple[str, Any]] = {}
 
+    def _computing(self) -> tuple[Any, ...]:
+        """Return the settings of the computation in `transform`."""
+        return self._given("transform_device"), self._given("transform_threads")
+
     def _predictor(self) -> Callable[[], Predictor]:
         """Return the function that is sent to executors to load the model there."""
         raise NotImplementedError
@@ -318,8 +322,8 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         return str(chosen)
 
     def _shipped(self, cluster: Cluster) -> tuple[str, Any]:
-        """Return cache key and broadcast of the model, sent once per application, device and number of threads."""
-        about = (cluster.id, self._given("transform_device"), self._given("transform_threads"))
+        """Return cache key and broadcast of the model, sent once per application and way of computing."""
+        about = (cluster.id, *self._computing())
         if about not in self._shipments:
             # Pickled here, too: Spark's own pickle would load the model in every worker that reads the broadcast.
             payload = dumps(self._predictor())

@@ -178,7 +178,7 @@ def _type_name(schema: Any, name: str) -> str:
 
 
 class Columns:
-    """Converts a batch to columns to train on: shapes, then `transformation_fn`, with labels if `needs_labels`."""
+    """Converts a batch to the columns to train on: gives them the shapes set, calls `transformation_fn`."""
 
     def __init__(self, training: Training, needs_labels: bool = True) -> None:
         self._transformation = training.transformation_fn
@@ -187,6 +187,7 @@ class Columns:
             for prefix, shapes in ((INPUT, training.input_shapes), (LABEL, training.label_shapes))
             for index, shape in enumerate(shapes or ())
         }
+        # with `needs_labels`, that function must return the labels and weights of the dataset
         names = [field.name for field in training.dataset.layout.fields] if needs_labels else []
         self._needed = [name for name in names if name.startswith(LABEL) or name == WEIGHT]
 

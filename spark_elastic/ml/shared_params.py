@@ -389,10 +389,9 @@ class OutputParams(ElasticParams):
         "threads of each Python worker in transform.", to.whole(at_least=1), 1
     )
     transform_device, getTransformDevice, setTransformDevice = setting(
-        "device of the model in transform: 'cpu', 'cuda:0', ...; 'cuda': the task's GPU, or one that it sees; 'auto': "
-        "the same, else the CPU.",
+        "device of the model in transform: 'cpu', 'cuda:0', ...; 'cuda': the task's GPU; 'auto': that, else the CPU.",
         to.text,
-        "cpu",
+        "auto",
     )
 
     def _check_together(self) -> None:

@@ -89,7 +89,7 @@ def schema_of(data: Any) -> Schema:
 
 
 def features(data: Any, inputs: Iterable[TensorField]) -> tuple[pa.RecordBatch, Schema]:
-    """Return a model's input columns, of Spark's types, and their schema. Raises DataError for a wrong column."""
+    """Return a model's input columns and schema. DataError: one is missing, or of a type that Spark lacks."""
     import pyarrow as pa
 
     names, arrays, fields = schema_of(data), {}, []

@@ -225,7 +225,11 @@ def clock(seconds: float) -> str:
 
 
 def wrapped(text: str, width: int = LINE_WIDTH) -> str:
-    """Break lines of more than `width` columns between words, or between parts that two spaces separate."""
+    """Break lines of more than `width` columns between words; what follows is indented.
+
+    Two spaces separate parts, such as a name and its value. A long line with parts gets single ones, and is broken
+    between its parts alone.
+    """
     filler = textwrap.TextWrapper(width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     lines = []
     for line in text.splitlines():

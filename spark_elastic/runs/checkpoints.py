@@ -41,14 +41,14 @@ _FILE_NAME = re.compile(r"[\w-][\w.-]{0,199}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """The facts of a complete checkpoint: folder `name`, values that it is the `best` by, `token` of the lease."""
+    """The facts of a complete checkpoint that its manifest holds."""
 
-    name: str
+    name: str  # of its folder, see `name_of`
     step: int
     epoch: int
     position: int
-    best: tuple[str, ...] = ()
-    token: int = 0
+    best: tuple[str, ...] = ()  # the values that callbacks follow by which it is the best so far
+    token: int = 0  # of the driver's lease on the run
 
 
 def name_of(serial: int, token: int = 0) -> str:

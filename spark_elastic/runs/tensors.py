@@ -20,7 +20,7 @@ _PLAIN = (bool, int, float, str, bytes, complex, torch.dtype)
 def to_bytes(value: Any, nbytes: int = 0) -> bytes:
     """Return tensors and plain values as a file of `torch.save`; `nbytes`, their size, saves growing the buffer."""
     file = io.BytesIO()
-    if nbytes:
+    if nbytes:  # a buffer that grows takes up to twice its size
         file.seek(nbytes + (nbytes >> 6) + (64 << 10))
         file.write(b"\0")
         file.seek(0)

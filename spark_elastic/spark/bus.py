@@ -25,8 +25,8 @@ class BusListener:
     """A listener that adds each event, or one property of it, to a collection in the JVM, until `close`.
 
     No Python code runs in Spark's listener: the JDK's own `java.beans.EventHandler` implements it inside the JVM
-    (docs/decisions/02-host-discovery.md); Py4JError if a JRE was cut down to lack it. `collect`: the method of
-    `SparkListenerInterface` → the collection, which several threads may use, and the name of the event's property.
+    (docs/decisions/02-host-discovery.md). Raises Py4JError if the JRE was cut down to lack it. `collect`: by method of
+    `SparkListenerInterface`, the collection, which several threads may use, and the property of the event to add to it.
     """
 
     def __init__(self, sc: SparkContext, collect: Mapping[str, tuple[Any, str]]) -> None:

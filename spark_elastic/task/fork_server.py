@@ -93,7 +93,7 @@ class ForkServer:
         return f"\0spark_elastic-{digest.hexdigest()}".encode()
 
     def connect(self) -> socket.socket:
-        """Return a connection to the server, which is started if there is none; raise OSError if it cannot be."""
+        """Return a connection to the server, starting one (it imports at once) if needed. Raises OSError."""
         name = self.name()
         for _ in range(_TRIES):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -23,7 +23,7 @@ _STEP_NAMES = {"torch", "torch._dynamo", "_dynamo", "graph_break", "cast", "Opti
 
 
 def import_compiler_on_use() -> None:
-    """Let optimizers of `torch.optim` work without the compiler until it is imported; unknown ones import it."""
+    """Let `torch.optim` work without the compiler until it is imported; unknown optimizers import it."""
     if compiler_is_imported():
         return
     import torch

@@ -35,7 +35,10 @@ _MOST_DESCRIPTORS = 1 << 16
 
 
 class LifeMutex:
-    """A mutex that the calling thread holds until it dies. Raises OSError if the system has no robust ones."""
+    """A mutex that the calling thread holds until it dies, and that another process waits for.
+
+    Raises OSError if the system has no robust mutexes between processes.
+    """
 
     def __init__(self) -> None:
         if sys.platform != "linux":
@@ -60,7 +63,7 @@ class LifeMutex:
         self._page[_FLAG_AT] = 1
 
     def wait_for_death(self) -> bool:
-        """Wait until the mutex's thread dies; False if its process was about to end. Raises OSError if that failed."""
+        """Wait until the mutex's thread dies; False if its process was ending by itself. Raises OSError."""
         code = self._library.pthread_mutex_lock(self._mutex)
         if code not in (0, errno.EOWNERDEAD):
             raise OSError(code, os.strerror(code))
@@ -146,10 +149,10 @@ def kill_group(pid: int) -> None:
 
 
 def open_pidfd(pid: int) -> int:
-    """Return a descriptor that is readable when the process has ended; -1 if gone, or not to be had."""
+    """Return a descriptor that becomes readable when the process ends; -1 if it is gone or there is none."""
     try:
         return os.pidfd_open(pid)
-    except (AttributeError, OSError):
+    except (AttributeError, OSError):  # Linux before 5.3, or a seccomp filter of older containers
         return -1
 
 
@@ -168,7 +171,10 @@ def handling(number: int, action: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def default_child_signal() -> Iterator[None]:
-    """Set an ignored SIGCHLD to its default in the block, in the main thread: else exit codes would be lost."""
+    """Set SIGCHLD to its default within the block if it is ignored, as some supervisors have it.
+
+    Otherwise the exit codes of children are lost. Has no effect outside of the main thread.
+    """
     ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
     with handling(signal.SIGCHLD, signal.SIG_DFL) if ignored else contextlib.nullcontext():
         yield

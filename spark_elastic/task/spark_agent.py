@@ -33,7 +33,10 @@ def run_in_task(slot: SlotId, launch: LaunchId, payload: bytes, function: bytes 
 
 
 def prepare_workers(payload: bytes) -> None:
-    """Start the executor's fork server before a job, by a pickled `LaunchSpec` without key, function and addresses."""
+    """Start the executor's fork server, which imports what workers need.
+
+    Called in a Spark task before the job starts. The payload is a `LaunchSpec` without key, function and addresses.
+    """
     from spark_elastic.task.fork_server import ForkServer
     from spark_elastic.task.worker_process import worker_environment
 
@@ -46,6 +49,9 @@ def prepare_workers(payload: bytes) -> None:
 
 
 def guardians() -> tuple[int, ...]:
-    """Return the executor's JVM, with which an agent ends, and Spark's Python daemon: a fork server ends with both."""
+    """Return the processes that a fork server ends with: the executor's JVM and Spark's Python daemon.
+
+    The JVM comes first: an agent ends with it. In local mode it outlives the session, and the daemon does not.
+    """
     jvm = nearest_jvm()[0]
     return () if jvm is None else tuple(dict.fromkeys((jvm, os.getppid())))

@@ -128,7 +128,10 @@ def interface_variables(address: str, interfaces: Mapping[str, Sequence[str]]) -
 
 
 def reserve_port(address: str) -> int:
-    """Return a free port, reserved while this process runs, at which torch's server (SO_REUSEADDR) can listen."""
+    """Return a free port, which the system gives to no other process while this one runs.
+
+    A server that sets SO_REUSEADDR, as torch's does, can listen there: the socket that reserves the port does not.
+    """
     holder = socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((address, 0))

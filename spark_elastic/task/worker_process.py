@@ -237,7 +237,7 @@ class WorkerProcess:
 
 
 class SpawnedProcess:
-    """A worker that the agent has started, on its event loop; closes the `ends`, and calls `ended` once."""
+    """A worker that the agent has started itself, on its event loop; calls `ended(exit code)` once."""
 
     def __init__(self, modules: Sequence[str], env: dict[str, str], ends: Ends, ended: Callable[[int], None]) -> None:
         self._ended = ended

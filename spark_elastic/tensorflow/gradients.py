@@ -50,8 +50,8 @@ class GradientReducer:
 
         Gradients have the same classes, types and shapes on every member; sums are exact for counts up to 2**24;
         `variables` are compared with those of the other members once. Raises MismatchError if gradients or variables
-        differ, and HorovodInternalError if a peer is gone (nothing was changed); see `host.lost_peers_translated` for a
-        tf.function.
+        differ, and HorovodInternalError if a peer is gone (nothing was changed). In a tf.function, TensorFlow raises an
+        error of its own class instead: see `host.lost_peers_translated`.
         """
         if self._sparse_as_dense:
             grads = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]

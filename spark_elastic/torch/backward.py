@@ -27,7 +27,10 @@ _awaited: weakref.WeakSet[Callable[..., None]] = weakref.WeakSet()
 
 
 def await_end(reducer: Any) -> bool:
-    """Let a reducer know, once a graph, of the end of this backward; True if it takes part by another graph already."""
+    """Let a reducer know of the end of the backward that runs; it calls this in a hook, once a graph.
+
+    Returns True if the reducer takes part in this backward already, through another graph.
+    """
     if not _awaited:
         for left in _present():
             left.backward_failed()

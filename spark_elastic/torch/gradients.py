@@ -18,7 +18,7 @@ from spark_elastic.collective.batch_statistics import is_without_rows, sums_in_b
 from spark_elastic.collective.calls import agree
 from spark_elastic.collective.fused import Bucket, partition
 from spark_elastic.collective.group import Group
-from spark_elastic.collective.operators import Average, Compressor, NoneCompressor, ReduceOp, Sum
+from spark_elastic.collective.operators import Average, CastCompressor, Compressor, NoneCompressor, ReduceOp, Sum
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import ProcessSet, global_process_set
 from spark_elastic.collective.shared_memory.reducer import SharedWork
@@ -95,6 +95,7 @@ class BackwardReducer:
         """Buckets are sent at the end of the present backward only."""
         self._failure: SparkElasticError | None = None
         self._scalars: torch.Tensor | None = None
+        self._sums: torch.Tensor | None = None
         self._scalars_width = 0
         self.before_step: OrderedDict[int, Callable[[], None]] = OrderedDict()
         """Functions to call when the gradients are complete and the optimizer begins to step."""
@@ -119,19 +120,22 @@ class BackwardReducer:
             slot.bucket = None
         self._buckets, self._results, self._made_for, self._group = [], [], None, None
 
-    def attach_scalars(self, numbers: torch.Tensor) -> None:
-        """Sum `numbers` over the members with the gradients of this step, in place, see `DistributedOptimizerMixin`.
+    def attach_scalars(self, numbers: torch.Tensor, sums: torch.Tensor) -> None:
+        """Sum `numbers` over the members with the gradients of this step, see `DistributedOptimizerMixin`.
 
         They are sent in the last bucket; if its type is less precise than float32, or there is none, separately.
         """
-        self._scalars = numbers
+        self._scalars, self._sums = numbers, sums
         if numbers.numel() != self._scalars_width:
             self._scalars_width = numbers.numel()
             self._group = None  # the next step makes new buckets
 
     @property
     def is_in_step(self) -> bool:
-        """True from a step's first backward until an optimizer that took part steps, or the step is left out."""
+        """True from the first backward of a step until an optimizer that took part in the last one steps.
+
+        The step is left out if gradients were reset, or are not finite, with which `GradScaler` makes none.
+        """
         return self._left != self.passes or (self._waits and parameters.are_finite(self._slots))
 
     @property
@@ -211,9 +215,10 @@ class BackwardReducer:
         if any((param.dtype, param.device) != (bucket.flat.dtype, bucket.flat.device) for param in bucket.params):
             raise UsageError(parameters.CONVERTED)
         if bucket.flags is not None:
-            bucket.flags.copy_(self._stamp.to_send(process.update_pending))
+            # a copy to a GPU that blocks would also wait until backward is done there
+            bucket.flags.copy_(self._stamp.to_send(process.update_pending), non_blocking=True)
         if bucket.piggyback is not None and self._scalars is not None:
-            bucket.piggyback.copy_(self._scalars)
+            bucket.piggyback.copy_(self._scalars, non_blocking=True)
         self.launched += 1
         gradients = [param.grad for param in bucket.params]
         self._agreement.note_sent(bucket.params)
@@ -313,6 +318,7 @@ class BackwardReducer:
             raise HorovodInternalError("the world has changed during backward")
         if group is None:
             self._agreement.see_gradients()
+            self._read_scalars()
             if self.process_set is global_process_set:
                 process.saw_update(process.update_pending)
         else:
@@ -374,26 +380,27 @@ class BackwardReducer:
     def _reduce(self, group: Group) -> None:
         for bucket in self._buckets[self.launched :]:
             self._send(bucket)
-        scalars, alone = self._scalars, None
-        if scalars is not None and not (self._buckets and self._buckets[-1].piggyback is not None):
-            alone = group.allreduce(scalars, Sum.gloo)
+        sums, alone = self._sums, None
+        if sums is not None and not (self._buckets and self._buckets[-1].piggyback is not None):
+            self._read_scalars()
+            alone = group.allreduce(sums, Sum.gloo)
         divisor = group.size if self.op is Average else 1
         agreement = self._agreement
         sparse = [slot.param for slot in agreement.trained if id(slot.param) in agreement.sparse]
         gathered = [gather_entries(group, param, divisor) for param in sparse]
-        for bucket, work in zip(self._buckets, self._works, strict=True):
-            group.wait(work)
-            bucket.unpack()
+        # a user's compressor may wait for the GPU, or raise because of the garbage that an abort leaves
+        may_queue = issubclass(self.compression, (NoneCompressor, CastCompressor))
+        group.wait_each(self._works, lambda number, queued: self._buckets[number].receive(queued), may_queue)
+        for bucket in self._buckets:
+            numbers, _, flags = bucket.received
             if bucket.flags is not None:
-                update = self._stamp.read(bucket.flags)
+                update = self._stamp.read(flags)
                 if self.process_set is global_process_set:
                     process.saw_update(update)
             for index in bucket.given_by_none():
                 bucket.params[index].grad = None
-            if bucket.piggyback is not None and scalars is not None:
-                scalars.copy_(bucket.piggyback)
-            if bucket.after != 1.0:
-                bucket.flat.mul_(bucket.after)
+            if bucket.piggyback is not None and sums is not None:
+                sums.copy_(numbers)
         if alone is not None:
             group.wait(alone)
         for complete in gathered:
@@ -406,10 +413,15 @@ class BackwardReducer:
             if id(slot.param) in agreement.made_dense | agreement.sparse and grad is not None and not grad.is_sparse:
                 slot.param.grad = grad.to_sparse(1)
 
+    def _read_scalars(self) -> None:
+        """Read this member's numbers from the device that they are on, as the only summands."""
+        if self._sums is not None and self._scalars is not None:
+            self._sums.copy_(self._scalars)
+
     def _rearm(self) -> None:
         """Prepare for the next backward."""
         self._failure = None
-        self._scalars = None
+        self._scalars = self._sums = None
         self.launched = 0
         self._left = self.passes
         self._works = []

@@ -35,14 +35,15 @@ class DistributedOptimizerMixin:
         self._reducer.passes = _positive(passes)
         self._reducer.forget()
 
-    def attach_scalars(self, numbers: torch.Tensor) -> None:
+    def attach_scalars(self, numbers: torch.Tensor, sums: torch.Tensor) -> None:
         """Sum a few numbers (losses, counts) over the members together with the gradients of this step.
 
         Args:
-            numbers: a vector of float64 on the CPU, of the same length on every member; it holds the sums after `step`
-                or `synchronize`. Attach it in every step before its last `backward`. Counts are exact up to 2**24.
+            numbers: a vector of float64, of the same length on every member, on the CPU or with the parameters. Attach
+                it in every step before its last `backward`. Counts are exact up to 2**24.
+            sums: a vector like it on the CPU, which holds the sums after `step` or `synchronize`.
         """
-        self._reducer.attach_scalars(numbers)
+        self._reducer.attach_scalars(numbers, sums)
 
     def synchronize(self) -> None:
         """Reduce the gradients that the last `backward` of the step has not reduced; usually there are none.

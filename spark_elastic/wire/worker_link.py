@@ -142,7 +142,10 @@ class WorkerLink:
         self._after_loop = False
 
     def left_loop(self) -> None:
-        """Record that the elastic loop has returned: if the world breaks now, the driver lets the function return."""
+        """Record that the elastic loop has returned.
+
+        If the world breaks now, the driver gives the function time to return instead of removing this worker.
+        """
         self._after_loop = True
         self._beat_now.set()
 
@@ -175,7 +178,10 @@ class WorkerLink:
             raise HorovodInternalError(f"round {round} is over: {self._cut_why}")
 
     def derive_key(self, purpose: str) -> bytes:
-        """Return 32 bytes that only this job's workers know, for MACs of pickles: HMAC-SHA256 over `purpose`."""
+        """Return 32 bytes that only this job's workers know: HMAC-SHA256 of the job's key over `purpose`.
+
+        Pickled objects between workers carry a MAC under it, so that no object of another origin is loaded.
+        """
         return hmac.digest(self._key, f"derived for {purpose}".encode(), "sha256")
 
     def show(self, what: wire.LiveProgress | wire.EpochEnded | wire.Notice) -> bool:

@@ -36,6 +36,19 @@ def claim_a_gpu() -> None:
     nccl.member_device = lambda device: member_device(device)._replace(uuid=str(os.getpid()))
 
 
+def time_connecting(folder: str) -> None:
+    """Append a line "round seconds" to a file of this process whenever it connects to others by NCCL."""
+    connect = nccl.NcclReductions.connect
+
+    def timed(way: Any, device: torch.device) -> None:
+        began = time.monotonic()
+        connect(way, device)
+        with (Path(folder) / f"{os.getpid()}.connects").open("a") as file:
+            file.write(f"{way._owner.round} {time.monotonic() - began:.6f}\n")
+
+    nccl.NcclReductions.connect = timed  # type: ignore[method-assign]
+
+
 def synchronize() -> None:
     if ON_GPU:
         torch.cuda.synchronize()
@@ -72,6 +85,7 @@ def train(
     waits_for: int = 0,
     half: bool = False,
     until: str = "",
+    width: int = WIDTH,
 ) -> dict[str, Any]:
     """Train in a worker; the rank of the functions is that in this worker's first world.
 
@@ -80,10 +94,11 @@ def train(
     """
     if ON_GPU:
         claim_a_gpu()
+        time_connecting(folder)
     hvd.init()
     device, first_rank = hvd.device(), hvd.rank()
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+    net = nn.Sequential(nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
     net.to(device)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
@@ -144,17 +159,25 @@ def run(workers: int, folder: Path, steps: int, **more: Any) -> list[dict[str, A
     return spark_elastic.run(train, (str(folder), steps), more, **options(workers))
 
 
-def kill_at_random(folder: Path, kills: int, job: Any, choose: Callable[[list[int]], int], within_s: float) -> int:
-    """Kill workers, each once there are two or more that train together; return the number of kills."""
-    killed: dict[int, int] = {}
+def kill_at_random(
+    folder: Path, kills: int, job: Any, choose: Callable[[list[int]], int], within_s: float
+) -> list[tuple[int, float]]:
+    """Kill workers, each once there are two or more that train together; return the round and time of each kill."""
+    killed: dict[int, tuple[int, float]] = {}
     until = time.monotonic() + within_s
     while len(killed) < kills and not job.done() and time.monotonic() < until:
         newest = {pid: lines[-1] for pid, lines in steps_in(folder).items() if lines and pid not in killed}
         rounds = max((line[0] for line in newest.values()), default=0.0)
         together = [pid for pid, line in newest.items() if line[0] == rounds and line[2] > 1]
-        if len(together) > 1 and rounds > max(killed.values(), default=0):
+        if len(together) > 1 and rounds > max((number for number, _ in killed.values()), default=0):
             victim = choose(together)
+            killed[victim] = int(rounds), time.monotonic()
             os.kill(victim, signal.SIGKILL)
-            killed[victim] = int(rounds)
         threading.Event().wait(0.05)
-    return len(killed)
+    return list(killed.values())
+
+
+def recoveries_ms(folder: Path, kills: list[tuple[int, float]]) -> list[float]:
+    """Return the milliseconds from each kill to the first step in the next world."""
+    lines = [line for each in steps_in(folder).values() for line in each]
+    return [1e3 * (min(line[4] for line in lines if line[0] > number) - then) for number, then in kills]

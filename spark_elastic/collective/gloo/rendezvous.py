@@ -44,7 +44,7 @@ class LinkStore(dist.Store):  # type: ignore[misc, name-defined]
 
 
 def compact(address: bytes) -> str:
-    """Return an address of Gloo as text: its numbers of 8 bytes grow by one, so their differences compress well."""
+    """Return Gloo's address as text: its 8-byte numbers grow by one, so their differences compress well."""
     differences = np.frombuffer(address, np.uint8).copy()
     differences[8:] -= differences[:-8].copy()
     return base64.b64encode(zlib.compress(differences.tobytes())).decode()

@@ -126,7 +126,11 @@ def _connection(descriptor: int) -> socket.socket | None:
 
 
 def _belongs_to_group(connection: socket.socket, addresses: Collection[str], announced: Sequence[bytes]) -> bool:
-    """Return True if one end of the connection is an announced listener, by the raw address in Gloo's bytes."""
+    """Return True if one end of the connection is a listener that a member announced.
+
+    Gloo announces the raw socket address, with port and address in network order. A search for these bytes does not
+    depend on the rest of the layout, which changes between versions.
+    """
     try:
         ends = [connection.getsockname()[:2], connection.getpeername()[:2]]
     except OSError:  # a listener, or already closed

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -137,7 +137,9 @@ class NcclReductions:
         if self._device is None:
             self._decide(tensor.device)
             self._device = tensor.device
-        return self.used and tensor.dtype in _NCCL_TYPES and tensor.is_contiguous()
+        # the communicator is of one device: torch would connect another one, which cannot be interrupted
+        here = bool(tensor.device == self._device)
+        return self.used and here and tensor.dtype in _NCCL_TYPES and tensor.is_contiguous()
 
     def _decide(self, device: torch.device) -> None:
         mine = json.dumps(member_device(device)).encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)
@@ -205,24 +207,43 @@ class NcclReductions:
             fill(tensor, 0)
         options = dist.AllreduceOptions()
         options.reduceOp = op
+        return self._launch("allreduce", tensor, options)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> NcclWork:
+        """Launch a broadcast of the tensor of rank `root`. Raise HorovodInternalError as `allreduce` does."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self._launch("broadcast", tensor, options)
+
+    def _launch(self, name: str, tensor: torch.Tensor, options: Any) -> NcclWork:
         pg = self._pg
         if pg is None:
             self._owner.check_alive()
             raise HorovodInternalError("the NCCL communicator is closed")
         try:
-            return NcclWork(self, pg.allreduce([tensor], options))
+            return NcclWork(self, getattr(pg, name)([tensor], options))
         except RuntimeError as error:
             raise self._failed(error) from error
 
     def wait(self, work: NcclWork) -> None:
-        """Wait until the tensor holds the sum for later work on this stream; it holds garbage if an error is raised."""
+        """Wait until the tensor holds the sum; it holds garbage if an error is raised."""
+        self.wait_each([work], lambda number, queued: None)
+
+    def wait_each(self, works: Sequence[NcclWork], receive: Callable[[int, bool], None]) -> None:
+        """Wait until all tensors hold the sums, and what `receive` has put on the stream behind each sum is done.
+
+        Raises:
+            HorovodInternalError: a peer is gone. The tensors hold garbage.
+        """
         try:
-            work.work.wait()  # the stream waits, this thread does not
-            done = self._runtime.mark(self._device)
-            if not self._ended(work.work, done, STALL_S):
+            for number, each in enumerate(works):
+                each.work.wait()  # the stream waits, this thread does not
+                receive(number, True)
+            last, done = works[-1].work, self._runtime.mark(self._device)  # all are of one communicator
+            if not self._ended(last, done, STALL_S):
                 self._owner.report_stall(True)
                 try:
-                    while not self._ended(work.work, done, 0.1):
+                    while not self._ended(last, done, 0.1):
                         pass
                 finally:
                     self._owner.report_stall(False)

@@ -54,7 +54,9 @@ _ALL_SLEEPERS = 0x7FFFFFFF
 def fence_by_lock() -> None:
     """Order all earlier loads and stores of this thread before all later ones, as other processes see them.
 
-    Releasing a lock no other thread sees, then acquiring it: ARM keeps a store-release before a later load-acquire.
+    Releasing a lock is a store-release and acquiring it a load-acquire. Neither is a fence: accesses may move into the
+    locked section from both sides. But ARM keeps a release before a later acquire, so a release that is followed by an
+    acquire is one. No other thread ever sees this lock.
     """
     lock = Lock()
     lock.acquire()
@@ -80,7 +82,10 @@ if FUTEX_AVAILABLE:
 
 
 def futex_wait(address: int, value: int, timeout_s: float) -> None:
-    """Sleep until woken or `timeout_s` has passed; return at once if the number at `address` is not `value`."""
+    """Sleep until woken or `timeout_s` has passed, if the 32-bit number at `address` is `value`.
+
+    The kernel compares and falls asleep in one step, so a process that stores first and then wakes is never missed.
+    """
     seconds = int(timeout_s)
     limit = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
     _releasing_lock(_SYS_FUTEX, address, _WAIT, value & 0xFFFFFFFF, ctypes.addressof(limit))
@@ -221,7 +226,11 @@ class SlotPool:
 
 
 class Peer(Mapping):
-    """Another member on this host: its segment, mapped for reading, and its process. Raises OSError or ValueError."""
+    """Another member on this host: its segment, mapped for reading, and its process.
+
+    Raises OSError if the segment cannot be opened, because it belongs to another user or another process id namespace,
+    and ValueError if it does not have the identity.
+    """
 
     def __init__(self, rank: int, pid: int, descriptor: int, identity: bytes) -> None:
         path = f"/proc/{pid}/fd/{descriptor}"

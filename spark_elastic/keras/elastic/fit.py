@@ -327,7 +327,7 @@ def deal(order: EpochOrder, left: range, batches: int, rank: int, size: int) -> 
 
 
 def _check_arguments(dataset: Any) -> Mapping[int, float] | None:
-    """Return the `class_weight` of the `fit` that asks for batches; raise UsageError for other uses and arguments."""
+    """Return `class_weight` of the `fit` that asks for batches; UsageError for other uses and arguments."""
     entry, given = calling_method(lambda owner: isinstance(owner, keras.Model), _ENTRIES, _WITHIN)
     if not entry:
         return None

@@ -318,7 +318,10 @@ class FitSession:
         """What the state has counted before the end of the epoch that has ended last."""
 
     def epoch_begins(self, epoch: int, epochs: int | None) -> tuple[int, int]:
-        """Begin the epoch that Keras numbers so; return the epochs that it does not count, and its batches done."""
+        """Handle the beginning of the epoch of Keras' number `epoch`; `epochs` is the argument of `fit`.
+
+        Returns the number of epochs done that Keras does not count, and that of batches done of this epoch.
+        """
         if self._offset is None:
             self._offset = self._state.epoch - epoch if self.counts_epochs else 0
             if self.counts_epochs and epochs is not None:

@@ -59,7 +59,7 @@ class KerasState(ElasticState):
     # --- called by the loop ---------------------------------------------------------------------
 
     def _before_joining(self) -> None:
-        """Trace the train step and run it once, since a first run is slow; afterwards values are as before."""
+        """Trace the train step and run it once, as a graph's first run is slow; then put all values back."""
         model: Any = self.__dict__.get("model")
         in_advance = self._steps.fit.batches_in_advance
         if BACKEND != "tensorflow" or in_advance is None:
@@ -158,7 +158,7 @@ class KerasSteps(OptimizerSteps):
             if "optimizer" in self._handlers.by_name:
                 self.attach("optimizer")
         elif compiled is not own and getattr(compiled, "inner_optimizer", None) is own:
-            self._state.optimizer = compiled
+            self._state.optimizer = compiled  # under mixed_float16, a LossScaleOptimizer around it
         # built for a built model, so that a commit before the first step has the slots
         model, optimizer = getattr(self._state, "model", None), getattr(self._state, "optimizer", None)
         belongs = optimizer is getattr(model, "optimizer", None)

@@ -73,7 +73,10 @@ class SnapshottedSteps:
         self._undo.append(undo)
 
     def _wrap_build(self, model: Any) -> None:
-        """Let `build` of a model initialise variables at once, in a graph too: a failed step returns to them."""
+        """Let `build` of a model give variables their values at once, also in a graph.
+
+        The pass that builds a model also updates its running means; a failed step returns them to their initial values.
+        """
         plain = model.build
 
         @functools.wraps(plain)
@@ -85,7 +88,10 @@ class SnapshottedSteps:
         self._replace(model, build=build)
 
     def _wrap_apply(self, optimizer: Any) -> None:
-        """Let `apply` build the optimizer first and, in a graph, wait for gradients before it counts a step."""
+        """Let `apply` of an optimizer build it first and, in a graph, wait for the gradients.
+
+        The count of iterations does not depend on them: it would be incremented beside a reduction that fails.
+        """
         plain = optimizer.apply
 
         def apply(grads: Any, trainable_variables: Any = None) -> None:
@@ -183,7 +189,7 @@ class SnapshottedSteps:
     # --- snapshots --------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Create TensorFlow variables for copies that have none; only a step's first trace may create any."""
+        """Create variables for copies that have none; TensorFlow allows that in a step's first trace only."""
         self._copied = self.untrained()
         if BACKEND == "torch":
             return

@@ -165,7 +165,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         inference_fn: shared.ColumnsFunction | None = None,
         transform_batch_size: int | None = None,
         transform_threads: int = 1,
-        transform_device: str = "cpu",
+        transform_device: str = "auto",
     ) -> None:
         check_backend(type(self).__name__)
         super().__init__(**self._input_kwargs)

@@ -84,7 +84,7 @@ class ElasticKerasModel(ElasticModel):
     def _predictor(self) -> Callable[[], Predictor]:
         model, made_by = self.keras_model, self._made_by
         carried = KerasPickle.of(model, self._custom_objects) if made_by is None else made_by.with_weights_of(model)
-        return partial(_load_predictor, carried, self._given("transform_device"), self._given("transform_threads"))
+        return partial(_load_predictor, carried, *self._computing())
 
     def _own_predictor(self) -> Predictor:
         model = self.keras_model

@@ -21,8 +21,8 @@ from spark_elastic.ml.params import as_list
 from spark_elastic.ml.preparation import LABEL, WEIGHT
 from spark_elastic.ml.torch.fidelity import hooks_of
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
-from spark_elastic.ml.torch.model_step import ForwardResult, ModelStep, StepPosition, TorchBatch
-from spark_elastic.ml.torch.objective import BatchMaker, Objective
+from spark_elastic.ml.torch.model_step import READ_AT_ONCE, ForwardResult, ModelStep, StepPosition, TorchBatch
+from spark_elastic.ml.torch.objective import BatchesAhead, BatchMaker, Objective
 from spark_elastic.ml.torch.serialization import load_state, state_of, weights_to_bytes
 from spark_elastic.ml.torch.spec import MODEL_FILE, LearningRateSchedule, TorchTraining, build_optimizer
 from spark_elastic.ml.training.engine import Engine, Measured, gather_pieces
@@ -76,7 +76,8 @@ class TorchEngine(Engine):
         self._buffers = list(model.buffers())
         self._synchronised = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
         self._validated = Progress()  # the progress of the training at the last `begin_validation`
-        self._own_loss: float | None = None  # of this worker's rows in the last step, if it was NaN or infinite
+        self._ahead: BatchesAhead | None = None
+        self._own_numbers = torch.zeros(0)  # what this worker's rows have added to the sums of the last step
 
     def _reducing(self, training: TorchTraining, model: torch.nn.Module, optimizer: Any, named: Any) -> Any:
         """Return the optimizer whose steps use the gradients of all workers; `named` are its parameters by name."""
@@ -98,6 +99,13 @@ class TorchEngine(Engine):
 
     def begin_steps(self) -> None:
         self._objective.set_mode(self.model, True)
+
+    def ahead(self, batches: Iterator[Batch], rows: int) -> Iterator[Batch]:
+        # the user's function may draw random numbers, of which each step has its own
+        if self._device.type in READ_AT_ONCE or self._training.transformation_fn is not None:
+            return batches
+        self._ahead = BatchesAhead(batches, rows, self._maker)
+        return self._ahead
 
     def step(self, batch: Batch, at: Progress, stop: bool) -> Measured:
         self._seed(at.epoch, batch.start)
@@ -129,9 +137,11 @@ class TorchEngine(Engine):
         Returns the sums over all workers, then how many of them ask to stop, and the metric states that were gathered.
         """
         objective, metrics = self._objective, self.metrics
-        parts = self._maker.parts(batch)
+        ahead = self._ahead
+        parts = self._maker.parts(batch) if ahead is None else ahead.parts(batch)
         numbers = torch.zeros(metrics.width + 1, dtype=torch.float64)
-        numbers[-1] = stop
+        own = self._sums(metrics.width + 1)
+        own[-1] = stop
         pieces: list[Piece] = []
         counts: Sequence[float] = ()
         share = None
@@ -145,25 +155,32 @@ class TorchEngine(Engine):
         results: Iterable[ForwardResult] = (self._forward(parts, number - without) for number in range(passes))
         if objective.coupled:
             results = list(results)
-            table = [torch.tensor(each.counts, dtype=torch.float64) for each in results[without:]]
+            table = [torch.tensor([*map(float, each.counts)], dtype=torch.float64) for each in results[without:]]
             counts = hvd.allreduce_(sum(table, torch.zeros(len(objective), dtype=torch.float64)), op=hvd.Sum).tolist()
         for number, result in enumerate(results):
             share = objective.share(result, batch.global_rows, counts)
             if number < without:
                 share = share * 0.0
             else:
-                pieces.append(metrics.measure(result, parts[number - without].rows, numbers))
+                pieces.append(metrics.measure(result, parts[number - without].rows, own))
             if number < passes - 1:
                 with without_rows() if number < without else nullcontext():
                     self._backward(share)
-        self._own_loss = metrics.non_finite_loss(numbers.numpy())
-        self.optimizer.attach_scalars(numbers)
+        self._own_numbers = own
+        self.optimizer.attach_scalars(own, numbers)
         all_pieces = gather_pieces(pieces) if metrics.gathers else ()
+        if ahead is not None:  # the GPU computes what it has been given; afterwards this thread waits for it
+            ahead.fetch(batch)
         if share is not None:
             with nullcontext() if parts else without_rows():
                 self._backward(share)
         self.optimizer.synchronize()
         return numbers, all_pieces
+
+    def _sums(self, width: int) -> torch.Tensor:
+        """Return zeros for sums over rows; on a GPU, they are read at the end of a step or of a validation."""
+        device = "cpu" if self._device.type in READ_AT_ONCE else self._device
+        return torch.zeros(width, dtype=torch.float64, device=device)
 
     def _backward(self, share: torch.Tensor) -> None:
         (share if self.scaler is None else self.scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
@@ -210,7 +227,7 @@ class TorchEngine(Engine):
         self._validated = at
 
     def measure(self, batches: Iterable[Batch]) -> tuple[Sums, list[Piece]]:
-        numbers = torch.zeros(self.metrics.width, dtype=torch.float64)
+        numbers = self._sums(self.metrics.width)
         pieces: list[Piece] = []
         at, training = self._validated, self._training
         global_rows = training.batch_size or (training.per_worker_batch_size or 1) * self._size
@@ -221,7 +238,7 @@ class TorchEngine(Engine):
                 for part in self._maker.parts(batch):
                     result = self._objective.forward(self.model, part)
                     pieces.append(self.metrics.measure(result, part.rows, numbers))
-        return numbers.numpy(), pieces
+        return numbers.cpu().numpy(), pieces
 
     def _position(self, at: Progress, index: int) -> StepPosition:
         return StepPosition(at.epoch, at.step, index, self._rank, self._size, hvd.local_rank())
@@ -231,7 +248,7 @@ class TorchEngine(Engine):
             broadcast_tensors(self._buffers, 0)
 
     def has_local_non_finite_loss(self) -> bool:
-        return self._own_loss is not None
+        return self.metrics.non_finite_loss(self._own_numbers.cpu().numpy()) is not None
 
     def has_nan(self) -> bool:
         return any(bool(param.detach().isnan().any()) for param in self._params)
@@ -328,7 +345,8 @@ def single_row_norm(model: torch.nn.Module, rows: int) -> Iterator[None]:
     def choose_mode(norm: torch.nn.Module, args: tuple[Any, ...]) -> None:
         norm.training = args[0].numel() > args[0].shape[1]
 
-    norms = [each for each in model.modules() if rows == 1 and isinstance(each, _BatchNorm) and each.training]
+    modules = model.modules() if rows == 1 else ()
+    norms = [each for each in modules if isinstance(each, _BatchNorm) and each.training]
     norms = [each for each in norms if not (isinstance(each, SyncBatchNorm) and each.takes_part)]
     handles = [each.register_forward_pre_hook(choose_mode) for each in norms if each.running_mean is not None]
     try:

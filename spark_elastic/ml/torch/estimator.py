@@ -20,7 +20,7 @@ from spark_elastic.ml.params import keyword_only, same_keywords, setting, with_k
 from spark_elastic.ml.saved_stage import Codec
 from spark_elastic.ml.torch import lightning, serialization, transformers
 from spark_elastic.ml.torch.fit import TorchFit
-from spark_elastic.ml.torch.model import ElasticTorchModel
+from spark_elastic.ml.torch.model import ElasticTorchModel, HalfPrecision
 from spark_elastic.ml.torch.model_step import model_step_of
 from spark_elastic.settings import accepting, meant_device
 
@@ -29,7 +29,7 @@ def _is_compiler(value: object) -> bool:
     return isinstance(value, bool) or (isinstance(value, str) and value != "")
 
 
-class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
+class ElasticTorchEstimator(HalfPrecision, ElasticEstimator[ElasticTorchModel]):
     """Trains a `torch.nn.Module` on a DataFrame, in workers that may join and leave; `fit` returns the trained model.
 
     ::
@@ -167,7 +167,8 @@ class ElasticTorchEstimator(ElasticEstimator[ElasticTorchModel]):
         inference_fn: shared.ColumnsFunction | None = None,
         transform_batch_size: int | None = None,
         transform_threads: int = 1,
-        transform_device: str = "cpu",
+        transform_device: str = "auto",
+        transform_amp: Literal["bf16", "fp16"] | None = None,
     ) -> None:
         super().__init__(**self._input_kwargs)
 

@@ -79,7 +79,7 @@ class ExactTorchEngine(TorchEngine):
                 objective.share(result, batch.global_rows, counts).backward()  # type: ignore[no-untyped-call]
                 pieces.append(metrics.measure(result, part.rows, numbers[shard.index]))
         own = workers.reduction.shards()
-        self._own_loss = metrics.non_finite_loss(numbers[own.start : own.stop].sum(0).numpy())
+        self._own_numbers = numbers[own.start : own.stop].sum(0)
         total = torch.cat([tree_sum(numbers), torch.tensor([votes], dtype=torch.float64)])
         return total, gather_pieces(pieces) if metrics.gathers else ()
 
@@ -94,7 +94,7 @@ class ExactTorchEngine(TorchEngine):
                 for part in parts:
                     with single_row_norm(self.model, part.rows):
                         result = self._objective.forward(self.model, part)
-                    table[index] += torch.tensor(result.counts, dtype=torch.float64)
+                    table[index] += torch.tensor([*map(float, result.counts)], dtype=torch.float64)
         return tree_sum(workers.reduction.gather(table)).tolist()
 
     def _bounds(self, batch: Batch) -> list[tuple[int, int]]:

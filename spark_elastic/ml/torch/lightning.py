@@ -24,6 +24,7 @@ from spark_elastic.ml.torch.model_step import (
     ModelStep,
     StepPosition,
     TorchBatch,
+    number_of,
     summed,
 )
 
@@ -253,7 +254,7 @@ class _Log:
         if isinstance(value, Mapping):
             raise InvalidSettingsError(f"self.log({name!r}, ...) was given a dict; use self.log_dict")
         try:
-            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+            number = number_of(value.detach()) if isinstance(value, torch.Tensor) else float(value)
         except (TypeError, ValueError, RuntimeError):
             shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
             raise InvalidSettingsError(

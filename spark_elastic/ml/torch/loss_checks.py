@@ -16,7 +16,7 @@ import torch
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.preparation import LABEL, split_evenly
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
-from spark_elastic.ml.torch.model_step import ForwardResult, ModelStep, TorchBatch
+from spark_elastic.ml.torch.model_step import ForwardResult, ModelStep, Number, TorchBatch
 from spark_elastic.ml.torch.objective import BatchMaker, LossTerm, Objective
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.dry_run import rows_of_losses
@@ -196,16 +196,21 @@ def _check_term(
     ones = None if batch.weights is None else torch.ones_like(batch.weights)
 
     def whole(axis: int | None) -> tuple[torch.Tensor, float]:  # without sample weights, which change nothing
-        return alone(outputs, _other_shape(label, axis), None, batch.rows)
+        return _plain(alone(outputs, _other_shape(label, axis), None, batch.rows))
 
     def part_of(start: int, stop: int) -> tuple[torch.Tensor, float]:
-        return term(outputs[start:stop], label[start:stop], None if ones is None else ones[start:stop], stop - start)
+        weights = None if ones is None else ones[start:stop]
+        return _plain(term(outputs[start:stop], label[start:stop], weights, stop - start))
 
     def other() -> tuple[torch.Tensor, float]:
-        return alone(-outputs, label, None, batch.rows)
+        return _plain(alone(-outputs, label, None, batch.rows))
 
     shapes = f"{LABEL}{at} {list(part.labels[at].shape)} and output {at} {list(output.shape)}" if part.labels else ""
     _compare(term.name, whole, part_of, other, shapes, batch.rows, per_worker)
+
+
+def _plain(loss: tuple[torch.Tensor, Number]) -> tuple[torch.Tensor, float]:
+    return loss[0], float(loss[1])
 
 
 def _check_by_model(training: TorchTraining, objective: Objective, part: TorchBatch, name: str, at: int = 0) -> None:
@@ -216,7 +221,7 @@ def _check_by_model(training: TorchTraining, objective: Objective, part: TorchBa
 
     def of_batch(rows: TorchBatch) -> tuple[torch.Tensor, float]:
         result = objective.forward(model, rows)
-        return result.sums[at], result.counts[at]
+        return _plain((result.sums[at], result.counts[at]))
 
     def whole(axis: int | None) -> tuple[torch.Tensor, float]:
         labels = tuple(_other_shape(each, axis) for each in batch.labels)

@@ -18,7 +18,14 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import DataError, InvalidSettingsError
-from spark_elastic.ml.torch.model_step import ForwardResult, LoggedName, LoggedValue
+from spark_elastic.ml.torch.model_step import (
+    READ_AT_ONCE,
+    ForwardResult,
+    LoggedName,
+    LoggedValue,
+    Number,
+    number_of,
+)
 from spark_elastic.ml.torch.objective import Objective, like
 from spark_elastic.ml.training.engine import MetricAccumulator, columns_of
 from spark_elastic.ml.training.spec import Piece, Sums
@@ -36,7 +43,7 @@ class _Mean:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def numbers(self, value: float) -> list[float]:
+    def numbers(self, value: float) -> list[Number]:
         return [value]
 
     def value(self, sums: Sums, rows: float, pieces: Sequence[dict[str, Any]]) -> float:
@@ -51,13 +58,13 @@ class _FunctionMetric(_Mean):
         self._function = function
         self.averaged = False  # the function returned one number for all rows
 
-    def update(self, output: Any, label: Any, rows: int) -> list[float]:
+    def update(self, output: Any, label: Any, rows: int) -> list[Number]:
         value = self._function(output, label)
         self.averaged = not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] != rows
         if not self.averaged:
-            return [float(value.double().sum()) / max(1, value[0].numel())]
+            return [number_of(value.double().sum()) / max(1, value[0].numel())]
         if not isinstance(value, torch.Tensor) or value.numel() == 1:
-            return [float(value) * rows]
+            return [(number_of(value) if isinstance(value, torch.Tensor) else float(value)) * rows]
         raise DataError(
             f"the metric {self.name} returned a tensor of shape {tuple(value.shape)} for {rows} rows; it must be the "
             "mean over them, or a value for each"
@@ -87,7 +94,7 @@ class _Torchmetric:
         )
         self.width = 0 if self.gathered else sum(self._defaults[state].numel() for state in self._reductions)
 
-    def update(self, output: Any, label: Any, rows: int) -> list[float]:
+    def update(self, output: Any, label: Any, rows: int) -> list[Number]:
         metric = self._metric
         _move(metric, output)
         metric.reset()
@@ -104,16 +111,22 @@ class _Torchmetric:
         metric.update(output, label)
         return self.numbers(metric)
 
-    def numbers(self, metric: Any) -> list[float]:
-        """Return the states of a metric of this kind, if they can be added up; [] if they are gathered."""
+    def numbers(self, metric: Any) -> list[Number]:
+        """Return the states of a metric of this kind, if they can be added up; [] if they are gathered.
+
+        On a GPU, a state is a vector.
+        """
         if self.gathered:
             return []
-        return [
-            number
-            for state, default in self._defaults.items()
-            if state in self._reductions
-            for number in (getattr(metric, state).cpu().double() - default.double()).reshape(-1).tolist()
-        ]
+        numbers: list[Number] = []
+        for state, default in self._defaults.items():
+            if state in self._reductions:
+                value = getattr(metric, state)
+                on_host = value.device.type in READ_AT_ONCE
+                value = value.cpu() if on_host else value
+                values = (value.double() - default.to(value.device, torch.float64, non_blocking=True)).reshape(-1)
+                numbers += values.tolist() if on_host else [values]
+        return numbers
 
     def states(self, metric: Any = None) -> dict[str, Any]:
         """Return copies of the states of a metric of this kind on the CPU, by name; without one, of the last update."""
@@ -175,6 +188,22 @@ def _merged(reduction: Any, values: list[Any], default: Any) -> Any:
     return reduction(stacked) if reduction is not None else stacked
 
 
+def _add(numbers: Sequence[Number], into: torch.Tensor) -> None:
+    """Add numbers, and tensors of them on a GPU, to a vector."""
+    plain: list[float] = []
+    tensors = []
+    for each in numbers:
+        if isinstance(each, torch.Tensor):
+            tensors.append((len(plain), each))
+            plain += [0.0] * each.numel()
+        else:
+            plain.append(each)
+    vector = torch.tensor(plain, dtype=torch.float64).to(into.device, non_blocking=True)
+    for at, each in tensors:
+        vector[at : at + each.numel()] = each
+    into += vector
+
+
 class LoggedColumns:
     """The values that a model logs itself, as columns of the history: numbers as means, and torchmetrics metrics.
 
@@ -192,7 +221,7 @@ class LoggedColumns:
         self.width = sum(1 + metric.width for metric in self._metrics.values())
         self.gathers = any(metric.gathered for metric in self._metrics.values())
 
-    def measure(self, logged: Mapping[LoggedName, LoggedValue], piece: Piece) -> list[float]:
+    def measure(self, logged: Mapping[LoggedName, LoggedValue], piece: Piece) -> list[Number]:
         """Return the numbers of a forward pass, and add the states that are gathered to `piece`."""
         for name in {key.name for key in logged.keys() - self._metrics.keys()} - self._unexpected - {*FACTS}:
             self._unexpected.add(name)
@@ -201,7 +230,7 @@ class LoggedColumns:
                 "agreed on before the training. Log it in each step",
                 name,
             )
-        numbers: list[float] = []
+        numbers: list[Number] = []
         for key, metric in self._metrics.items():
             if key not in logged:
                 numbers += [0.0] * (1 + metric.width)
@@ -275,9 +304,12 @@ class TorchMetricAccumulator(MetricAccumulator):
             )
 
     def measure(self, result: ForwardResult, rows: int, into: torch.Tensor) -> Piece:
-        """Add the sums of a forward pass to the float64 vector `into`; return the metric states that are gathered."""
+        """Add the sums of a forward pass to the float64 vector `into`; return the metric states that are gathered.
+
+        If the vector is on a GPU, nothing waits for it there.
+        """
         pairs = zip(result.sums, result.counts, strict=True)
-        numbers = [number for value, count in pairs for number in (float(value.detach()), count)]
+        numbers = [number for value, count in pairs for number in (number_of(value.detach()), count)]
         numbers.append(float(rows))
         piece: Piece = {}
         outputs = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in result.outputs)
@@ -296,7 +328,7 @@ class TorchMetricAccumulator(MetricAccumulator):
                 if isinstance(metric, _Torchmetric) and metric.gathered:
                     piece[metric.name] = metric.states()
         numbers += self._logged.measure(result.logged, piece)
-        into[: self.width] += torch.tensor(numbers, dtype=torch.float64)
+        _add(numbers, into[: self.width])
         return piece
 
     def logs(self, sums: Sums, pieces: Sequence[Piece], prefix: str = "") -> dict[str, float]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,17 +19,21 @@ import torch
 from spark_elastic.collective.gpu.devices import choose_device, device_info
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.ml import params as to
 from spark_elastic.ml.fitted import Fitted
 from spark_elastic.ml.model import ElasticModel
+from spark_elastic.ml.params import ElasticParams, setting
 from spark_elastic.ml.persistence import ElasticReader
 from spark_elastic.ml.saved_stage import Codec, SavedParts
 from spark_elastic.ml.serving import ROWS, Predictor, gpu_of_task
 from spark_elastic.ml.torch import saved_model, serialization
 from spark_elastic.ml.torch.lightning import prediction_call
 from spark_elastic.ml.torch.model_function import ModelFunction
-from spark_elastic.ml.torch.objective import outputs_of
+from spark_elastic.ml.torch.objective import full, outputs_of
 from spark_elastic.ml.torch.transformers import NamedInputs
 from spark_elastic.runs.trust import trusted_files
+
+log = logging.getLogger("spark_elastic.ml")
 
 _ROWS_ON_CPU = 512
 """A row of an MLP with 256 units takes 1.7 µs of a core in batches of 512, and 3.0 µs in batches of 4,096, whose values
@@ -35,7 +41,16 @@ leave the core's second-level cache between two layers."""
 _T = TypeVar("_T", bound="ElasticTorchModel")
 
 
-class ElasticTorchModel(ElasticModel):
+class HalfPrecision(ElasticParams):
+    """A setting of the output that PyTorch alone has."""
+
+    transform_amp, getTransformAmp, setTransformAmp = setting(
+        "half precision in transform, by torch.autocast: 'bf16' or 'fp16'. Default: none.",
+        to.one_of("bf16", "fp16"),
+    )
+
+
+class ElasticTorchModel(HalfPrecision, ElasticModel):
     """The result of `ElasticTorchEstimator.fit`: `transform` appends the outputs of the trained module.
 
     `module` is the trained `torch.nn.Module`; `history` and `events` are as of `ElasticModel`.
@@ -101,12 +116,16 @@ class ElasticTorchModel(ElasticModel):
         carried: Any = self.module
         if self._made_by is not None:
             carried = _Trained(self._made_by, serialization.weights_to_bytes(self.module))
-        return partial(_load_predictor, carried, self._given("transform_device"), self._given("transform_threads"))
+        return partial(_load_predictor, carried, *self._computing())
+
+    def _computing(self) -> tuple[Any, ...]:
+        return *super()._computing(), self._given("transform_amp")
 
     def _own_predictor(self) -> Predictor:
         module = self.module.eval()
         tensor = next(itertools.chain(module.parameters(), module.buffers()), None)
-        return TorchPredictor(module, "cpu" if tensor is None else str(tensor.device))
+        device = "cpu" if tensor is None else str(tensor.device)
+        return TorchPredictor(module, device, self._given("transform_amp"))
 
     def _parts(self) -> SavedParts:
         return saved_model.parts_of(self.module, self._facts_of_fit().to_json(), self._made_by)
@@ -130,31 +149,37 @@ class _Trained:
             return serialization.trained_copy(self.function, self.weights)
 
 
-def _load_predictor(carried: Any, transform_device: str, threads: int) -> Predictor:
+def _load_predictor(carried: Any, transform_device: str, threads: int, amp: str | None) -> Predictor:
     torch.set_num_threads(threads)
     module = carried() if isinstance(carried, _Trained) else carried
     try:
         device = choose_device(transform_device, device_info(), gpu_of_task).device
-        return TorchPredictor(module.to(device).eval(), device)
+        return TorchPredictor(module.to(device).eval(), device, amp)
     except (RuntimeError, AssertionError, InvalidSettingsError) as error:
+        if transform_device == "auto":
+            log.warning("transform computes on the CPU, because the GPU cannot be used: %s", error)
+            return TorchPredictor(module.to("cpu").eval(), "cpu", amp)
         raise InvalidSettingsError(f"{transform_device=!r} cannot be used on this executor: {error}") from error
 
 
 class TorchPredictor:
     """Calls a module with arrays by name and returns its outputs, tensors as arrays."""
 
-    def __init__(self, module: torch.nn.Module, device: str) -> None:
+    def __init__(self, module: torch.nn.Module, device: str, amp: str | None = None) -> None:
         self._call = prediction_call(module)
         self._device = device
+        kind, dtype = torch.device(device).type, torch.float16 if amp == "fp16" else torch.bfloat16
+        self._precision = nullcontext if amp is None else partial(torch.autocast, kind, dtype)
         self.rows = _ROWS_ON_CPU if device.startswith("cpu") else ROWS
         scripted = any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())
         self._mode = torch.no_grad if scripted else torch.inference_mode  # which TorchScript does not bear
 
     def __call__(self, inputs: Mapping[str, Any]) -> list[Any]:
         try:
-            with self._mode():
+            with self._mode(), self._precision():
                 returned = self._call(*(_tensor_of(value).to(self._device) for value in inputs.values()))
-                return [_as_numpy(each) if isinstance(each, torch.Tensor) else each for each in outputs_of(returned)]
+                outputs = map(full, outputs_of(returned))
+                return [_as_numpy(each) if isinstance(each, torch.Tensor) else each for each in outputs]
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from None
 

@@ -14,6 +14,16 @@ import torch
 
 from spark_elastic.errors import DataError
 
+Number = float | torch.Tensor
+"""A number, or a tensor of float64 with one that is on a GPU."""
+READ_AT_ONCE = ("cpu", "mps")
+"""The types of devices from which numbers are read as they are made. MPS has no float64."""
+
+
+def number_of(value: torch.Tensor) -> Number:
+    """Return the number of a tensor that has one; leave it on a GPU, since reading it would wait for all work there."""
+    return float(value) if value.device.type in READ_AT_ONCE else value.detach().reshape(()).double()
+
 
 @dataclass(frozen=True, slots=True)
 class TorchBatch:
@@ -50,7 +60,7 @@ class ForwardResult:
     outputs: tuple[torch.Tensor, ...]
     labels: tuple[torch.Tensor, ...]
     sums: list[torch.Tensor]  # the sum of each loss over the rows: scalars with a graph
-    counts: list[float]  # the denominator of each sum's mean: the rows, or what the loss divides by instead
+    counts: list[Number]  # the denominator of each sum's mean: the rows, or what the loss divides by instead
     logged: Mapping[LoggedName, LoggedValue] = field(default_factory=dict)  # values that the model has logged
     rule: str | None = None  # the rule for a prediction from the first output, if the model decides it
 
@@ -69,13 +79,13 @@ class StepPosition:
 
 def summed(
     name: str, value: Any, rows: int, weights: torch.Tensor | None = None, adds: bool = False
-) -> tuple[torch.Tensor, float]:
+) -> tuple[torch.Tensor, Number]:
     """Return a loss that was computed of some rows as the sum over them, and the denominator of its mean.
 
     `value` is the mean over the rows, or with `adds` a sum; a value, or several, for each of them; or (numerator,
     denominator). Sample weights need a value or a numerator for each row. Raises DataError if it is something else.
     """
-    count = float(rows)
+    count: Number = float(rows)
     if weights is not None and weights.shape != (rows,):
         if weights.numel() != rows:
             raise DataError(f"sample weights of shape {list(weights.shape)} for {rows} rows; give each row one number")
@@ -87,7 +97,7 @@ def summed(
                 f"{name} returned two values, and the second, a denominator, depends on the model's parameters, which "
                 "would not be trained through it; return the loss alone, or detach the denominator"
             )
-        count, adds = float(torch.as_tensor(denominator).sum()), True
+        count, adds = number_of(torch.as_tensor(denominator).sum()), True
     if isinstance(value, torch.Tensor):
         if value.dim() and value.shape[0] == rows:
             values = value.reshape(rows, -1)

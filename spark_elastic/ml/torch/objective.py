@@ -12,7 +12,7 @@ import copy
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -35,7 +35,15 @@ from spark_elastic.ml.preparation import (
     ragged_column_error,
     split_evenly,
 )
-from spark_elastic.ml.torch.model_step import ForwardResult, ModelStep, StepPosition, TorchBatch, summed
+from spark_elastic.ml.torch.model_step import (
+    ForwardResult,
+    ModelStep,
+    Number,
+    StepPosition,
+    TorchBatch,
+    number_of,
+    summed,
+)
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.engine import first_rows
 
@@ -72,10 +80,50 @@ class BatchMaker:
             value = torch.from_numpy(value)
         if isinstance(value, torch.Tensor):
             # Rows are views of records. Models that were written for a DataLoader call view(-1), which needs this.
+            if self._device.type == "cuda" and value.device.type == "cpu" and value.layout is torch.strided:
+                # page-locked: otherwise CUDA makes this copy itself, and the caller waits for it
+                pinned = torch.empty_like(value, memory_format=torch.contiguous_format, pin_memory=True)
+                return pinned.copy_(value).to(self._device, non_blocking=True)
             return value.contiguous().to(self._device, non_blocking=True)
         if name.startswith((INPUT, LABEL)) or name == WEIGHT:
             raise ragged_column_error(name, value)
         return value
+
+
+class BatchesAhead:
+    """The batches of an epoch, the next of which is copied to the GPU while that computes the present one."""
+
+    def __init__(self, batches: Iterator[Batch], rows: int, maker: BatchMaker) -> None:
+        self._batches, self._rows, self._maker = batches, rows, maker
+        self._next: Batch | None = None
+        self._parts: list[TorchBatch] = []
+        self._error: Exception | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._error is not None:
+            raise self._error
+        return next(self._batches) if self._next is None else self._next
+
+    def parts(self, batch: Batch) -> list[TorchBatch]:
+        """Return the parts of a batch, as `BatchMaker` does."""
+        made, self._parts = self._parts, []
+        if batch is not self._next:
+            return self._maker.parts(batch)
+        self._next = None
+        return made
+
+    def fetch(self, present: Batch) -> None:
+        """Read the batch after this one, and queue its copy behind what the GPU has to do; errors are raised later."""
+        if present.stop < self._rows and self._next is None:  # at its end, an epoch waits for checksums
+            try:
+                batch = next(self._batches)
+                self._parts = self._maker.parts(batch)
+                self._next = batch
+            except Exception as error:
+                self._error = error
 
 
 def _batch(tensors: Mapping[str, Any], rows: int) -> TorchBatch:
@@ -172,15 +220,15 @@ class LossTerm:
             )
         return label
 
-    def _count(self, label: torch.Tensor) -> float:
+    def _count(self, label: torch.Tensor) -> Number:
         if label.is_floating_point():  # a probability for each class, for which torch divides by the rows
             return float(label.numel() // label.shape[1])
         counted = label[label != self._ignored] if self._weight is not None else (label != self._ignored).sum()
-        return float(counted if self._weight is None else self._weight[counted].sum())
+        return number_of(counted if self._weight is None else self._weight[counted].sum())
 
     def __call__(
         self, output: torch.Tensor, label: torch.Tensor, weights: torch.Tensor | None, rows: int
-    ) -> tuple[torch.Tensor, float]:
+    ) -> tuple[torch.Tensor, Number]:
         """Return the sum of the loss over the rows, and the denominator of its mean without sample weights."""
         total, count = summed(self.name, self._loss(output, label), rows, weights, adds=self._adds)
         if not self.counted:
@@ -256,14 +304,14 @@ class Objective:
             return self._forward(model, batch)
         with self._precision():
             result = self._forward(model, batch)
-            return replace(result, outputs=tuple(map(_full, result.outputs)))
+            return replace(result, outputs=tuple(map(full, result.outputs)))
 
     def _forward(self, model: torch.nn.Module, batch: TorchBatch) -> ForwardResult:
         if self._step is not None:
             return self._step(model, batch)
         if self._train_fn is not None:
             return self._forward_by_train_fn(self._train_fn, model, batch)
-        outputs = tuple(map(_full, outputs_of(model(*batch.inputs))))
+        outputs = tuple(map(full, outputs_of(model(*batch.inputs))))
         if len(outputs) < len(self.terms):
             raise DataError(f"the model has {len(outputs)} outputs and there are {len(self.terms)} losses")
         pairs = []
@@ -317,7 +365,7 @@ class Objective:
         total, count = summed("train_fn", loss, batch.rows)
         return ForwardResult(outputs_of(outputs), batch.labels, [total], [count])
 
-    def share(self, result: ForwardResult, global_rows: int, global_counts: Sequence[float] = ()) -> torch.Tensor:
+    def share(self, result: ForwardResult, global_rows: int, global_counts: Sequence[Number] = ()) -> torch.Tensor:
         """Return this worker's share of the batch's loss, a scalar for `backward`; the shares of all add up to it.
 
         They do so up to the `scale` of their gradients. `coupled` losses need `global_counts`: the sum of all `counts`.
@@ -347,7 +395,8 @@ class Objective:
         return {"loss": total, **({f"loss_{at}": value for at, value in enumerate(each)} if len(each) > 1 else {})}
 
 
-def _full(output: Any) -> Any:
+def full(output: Any) -> Any:
+    """Return an output that autocast has made in half precision in full precision, others as they are."""
     half = isinstance(output, torch.Tensor) and output.dtype in (torch.float16, torch.bfloat16)
     return output.float() if half and torch.is_autocast_enabled(output.device.type) else output
 

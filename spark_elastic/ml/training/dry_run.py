@@ -56,7 +56,7 @@ class DryRunResult:
 
 @contextmanager
 def user_code(subject: str, rows: int, tensors: Mapping[str, Any]) -> Iterator[None]:
-    """Turn errors of the user's code into a `DataError` with its tensors, unless the code is wrong for any of them."""
+    """Turn errors of the user's code that other tensors might avoid into a `DataError` with its tensors."""
     try:
         yield
     except Exception as error:
@@ -122,7 +122,7 @@ def optimizer_errors(optimizer: Any, variables: str) -> Iterator[None]:
 
 
 def round_trip_pickle(training: T, remedies: Mapping[str, str] = {}) -> T:
-    """Return a pickled copy of the whole; raise NotPicklableError with the setting and its remedy in `remedies`."""
+    """Return a pickled copy of the whole, as parts share objects; NotPicklableError names the setting."""
     try:
         return round_trip(training)  # type: ignore[no-any-return]
     except Exception as error:

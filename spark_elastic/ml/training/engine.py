@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,6 +119,10 @@ class Engine(ABC):
 
     def begin_steps(self) -> None:  # noqa: B027 (does nothing unless an engine overrides it)
         """Put the model into training mode."""
+
+    def ahead(self, batches: Iterator[Batch], rows: int) -> Iterator[Batch]:
+        """Return the batches of an epoch of `rows` rows for `step`, which may read the next one meanwhile."""
+        return batches
 
     @abstractmethod
     def step(self, batch: Batch, at: Progress, stop: bool) -> Measured:

@@ -205,7 +205,7 @@ class ResultWriter:
         self.unsaved: dict[str, bytes] = {}
         self._store = store
         self._before = before
-        self._left = dict(files)  # files that were not written yet
+        self._left = dict(files)  # files that were not written yet, in the order of writing
         self._check = check
         self._notify = notify
         self._timeout_s = timeout_s

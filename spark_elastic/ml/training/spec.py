@@ -118,7 +118,7 @@ STOPPED_ELSEWHERE = "a callback of another worker requested the end of the train
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Progress:
-    """How far a training has come: one immutable value, the plain part of its state."""
+    """The plain part of a training's state: how far it is. Replaced after each step or validation turn."""
 
     phase: TrainingPhase = TrainingPhase.TRAIN
     epoch: int = 0

@@ -193,7 +193,7 @@ class Trainer:
         # Closed at once: the caller may keep the error of a failed step, and with its traceback this generator, whose
         # read-ahead threads would never end.
         with closing(reader.epoch(state.at.epoch, state.at.position, batch_size=self._batch_size)) as batches:
-            for batch in batches:
+            for batch in self.engine.ahead(batches, reader.rows):
                 self._step(batch, last=batch.stop >= reader.rows)
                 if state.at.phase is not TrainingPhase.TRAIN:
                     return

@@ -34,7 +34,10 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 
 
 class ChangedAttributes:
-    """The plain attributes of some objects, but for `ignored`, that have changed since the state was made."""
+    """The plain attributes of some objects that differ from what they were when the state was made.
+
+    Attributes that never change, such as a rank or a size, and those in `ignored` stay as they are on each worker.
+    """
 
     def __init__(self, ignored: frozenset[str]) -> None:
         self._ignored = ignored
@@ -112,7 +115,10 @@ def changed_in_place(value: Any) -> list[Any] | None:
 
 
 def put(own: Any, value: Any, device: torch.device) -> Any:
-    """Copy nested tensors and plain values into `own` where they fit, else to `device`; return what has them now."""
+    """Copy nested tensors and plain values into `own` where they fit; return what has them now.
+
+    Tensors of a GPU that have no counterpart in `own` are put on `device`.
+    """
     if isinstance(value, torch.Tensor):
         if isinstance(own, torch.Tensor) and (own.shape, own.dtype) == (value.shape, value.dtype):
             with torch.no_grad():

@@ -15,6 +15,7 @@ import torch
 from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import ArrayType, DoubleType, StructField, StructType
 
+from spark_elastic.collective.gpu.devices import DeviceInfo
 from spark_elastic.data.manifest import TensorField
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml import serving as serving_module
@@ -28,6 +29,7 @@ from spark_elastic.ml.added_columns import (
     spark_type,
 )
 from spark_elastic.ml.serving import Serving, gpu_of_task, tensors_for
+from spark_elastic.ml.torch import model as model_module
 from spark_elastic.ml.torch.model import _load_predictor
 
 SCHEMA = StructType([StructField("a", DoubleType()), StructField("v", ArrayType(DoubleType()))])
@@ -281,7 +283,7 @@ def test_auto_is_the_cpu_without_a_gpu_and_no_memory_is_a_memory_error() -> None
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     module = torch.nn.Linear(2, 1)
-    predictor = _load_predictor(module, "auto", 1)
+    predictor = _load_predictor(module, "auto", 1, None)
     assert predictor.rows == 512
     rows = np.ones((3, 2), np.float32)
     assert predictor({"features_0": rows})[0].tolist() == module(torch.from_numpy(rows)).tolist()
@@ -289,4 +291,23 @@ def test_auto_is_the_cpu_without_a_gpu_and_no_memory_is_a_memory_error() -> None
     with pytest.raises(MemoryError, match="Tried to allocate 2"):
         predictor({"features_0": rows})
     with pytest.raises(InvalidSettingsError, match="transform_device='cuda' cannot be used on this executor"):
-        _load_predictor(module, "cuda", 1)
+        _load_predictor(module, "cuda", 1, None)
+
+
+def test_auto_is_the_cpu_with_a_gpu_that_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_module, "device_info", lambda: DeviceInfo("2.9", "12.6", 1))
+    assert _load_predictor(torch.nn.Linear(2, 1), "auto", 1, None).rows == 512
+    assert "transform computes on the CPU, because the GPU cannot be used: Torch not compiled with CUDA" in caplog.text
+
+
+@pytest.mark.parametrize(("amp", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_transform_in_half_precision_gives_the_outputs_of_autocast_in_full_precision(amp: str, dtype: Any) -> None:
+    module, rows = torch.nn.Linear(8, 2), torch.randn(3, 8)
+    with torch.autocast("cpu", dtype):
+        expected = module(rows)
+    (found,) = _load_predictor(module, "cpu", 1, amp)({"features_0": rows.numpy()})
+    assert found.dtype == np.float32
+    assert found.tolist() == expected.float().tolist()
+    assert found.tolist() != module(rows).tolist()

@@ -102,11 +102,11 @@ def carried(dtype: torch.dtype, compression: str, uneven: bool) -> list[list[flo
     for step in range(4):
         numbers = torch.tensor([float(hvd.rank() + 1), 1e6 + step] + [0.5] * (step > 1), dtype=torch.float64)
         optimizer.zero_grad()
-        optimizer.attach_scalars(numbers)
+        optimizer.attach_scalars(numbers, sums := torch.zeros_like(numbers))
         if not (uneven and hvd.rank()):  # others have no rows
             model(rows_of(hvd.rank(), step).to(dtype)).square().sum().backward()
         optimizer.step()
-        out.append(numbers.tolist())
+        out.append(sums.tolist())
     return out
 
 
