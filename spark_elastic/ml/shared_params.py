@@ -98,7 +98,7 @@ class LabelParams(ElasticParams):
 class ModelParams(ElasticParams):
     """The model, its loss and metrics."""
 
-    model, getModel, setModel = setting("the model, or a function that makes it (PyTorch).", to.anything)
+    model, getModel, setModel = setting("the model, or a function that makes it.", to.anything)
     optimizer, getOptimizer, setOptimizer = setting("the optimizer.", to.anything)
     loss, getLoss, setLoss = setting("the loss, or a list with one for each label.", to.anything)
     loss_weights, getLossWeights, setLossWeights = setting(
