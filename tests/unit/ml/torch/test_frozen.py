@@ -115,8 +115,9 @@ def in_worker(texts: Dataset, folder: Path) -> dict[str, Any]:
         launch = getattr(Group, kind)
 
         def launched(self: Group, tensor: torch.Tensor, op: Any, *fill: Any) -> Any:
-            sent["gradients" if fill else f"{kind} {tensor.dtype}"] += tensor.nbytes
-            sent["buckets"] += bool(fill)
+            filled = bool(fill) and kind == "allreduce"
+            sent["gradients" if filled else f"{kind} {tensor.dtype}"] += tensor.nbytes
+            sent["buckets"] += filled
             return launch(self, tensor, op, *fill)
 
         setattr(Group, kind, launched)
