@@ -23,6 +23,7 @@ Shapes: TypeAlias = Sequence[int] | Sequence[Sequence[int] | None]
 DType: TypeAlias = str | type | np.dtype[Any]
 ColumnsFunction: TypeAlias = Callable[[dict[str, Any]], Mapping[str, Any]]
 Compression: TypeAlias = Literal["none", "fp16", "bf16"]
+Balance: TypeAlias = Literal["auto", "equal"]
 Consistency: TypeAlias = Literal["trajectory", "exact"]
 OnInterrupt: TypeAlias = Literal["raise", "return"]
 BestMode: TypeAlias = Literal["auto", "min", "max"]
@@ -102,7 +103,7 @@ class LabelParams(ElasticParams):
 class ModelParams(ElasticParams):
     """The model, its loss and metrics."""
 
-    model, getModel, setModel = setting("the model, or a function that makes it (PyTorch).", to.anything)
+    model, getModel, setModel = setting("the model, or a function that makes it.", to.anything)
     optimizer, getOptimizer, setOptimizer = setting("the optimizer.", to.anything)
     loss, getLoss, setLoss = setting("the loss, or a list with one for each label.", to.anything)
     loss_weights, getLossWeights, setLossWeights = setting(
@@ -167,6 +168,11 @@ class BatchParams(ElasticParams):
         to.one_of(*get_args(Consistency), hint="; for batches that grow with the workers, set per_worker_batch_size"),
         default="trajectory",
     )
+    balance, getBalance, setBalance = setting(
+        "'auto': slower workers get fewer rows of each batch, by the times of their steps; 'equal': all get as many.",
+        to.one_of(*get_args(Balance)),
+        default="equal",
+    )
     transformation_fn, getTransformationFn, setTransformationFn = setting(
         "function of a batch's columns, {'features_0': array, 'label_0': array, ...}, to those to train and validate "
         "on, with as many rows. For the fitted model: inference_fn.",
@@ -218,7 +224,7 @@ class ClusterParams(ElasticParams):
     """Workers, elasticity and printed progress."""
 
     num_proc, getNumProc, setNumProc = setting(
-        "workers to start with. Default: the task slots of the cluster.", to.whole(at_least=1)
+        "workers to start with. Default: the task slots, or the bounds of dynamic allocation.", to.whole(at_least=1)
     )
     min_num_proc, getMinNumProc, setMinNumProc = setting(
         "fewest workers to continue with. Default: num_proc.", to.whole(at_least=1)
