@@ -6,6 +6,8 @@ import os
 import pickle
 import threading
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import BestCheckpoint, Callback, LambdaCallback
+from spark_elastic.ml.torch.dry_run import dry_run
 from spark_elastic.ml.torch.engine import TENSORS
 from spark_elastic.ml.torch.model import ElasticTorchModel
 from spark_elastic.ml.torch.model_function import ModelFunction
@@ -31,7 +34,7 @@ from spark_elastic.wire.pickling import dumps
 from tests.unit.ml.in_worlds import checkpoints_in
 from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, settings, weights_of
 from tests.unit.ml.torch.test_model_functions import saved_and_loaded
-from tests.unit.ml.torch.trainings import outcome
+from tests.unit.ml.torch.trainings import make_sets, make_training, outcome
 from tests.unit.world_link import die, link, tell
 from tests.unit.worlds import WorldDriver
 
@@ -311,3 +314,59 @@ def test_frozen_parameter_that_is_sparse_is_refused(dataset: Dataset) -> None:
     net[1].register_parameter("table", nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False))
     with pytest.raises(InvalidSettingsError, match="not defined for sparse tensors"):
         estimator(model=net).from_dataset_path(dataset)
+
+
+# --- that forward changes -----------------------------------------------------------------------------
+
+
+class Averaging(nn.Module):
+    """A layer and its momentum encoder, which begins with equal weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(6, 3).double()
+        self.slow = nn.Parameter(self.layer.weight.detach().clone(), requires_grad=False)
+        self.calls = 0
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+            self.slow.data = self.slow.data * 0.5 + self.layer.weight.data * 0.5  # as published code writes it
+            if self.calls == 7 and link().worker == 2:
+                die()
+        return self.layer(features) - features @ self.slow.T
+
+
+def average(data: Path, folder: Path) -> dict[str, Any]:
+    training = make_training(data, folder, model=Averaging(), optimizer=partial(torch.optim.SGD, lr=0.1))
+    return outcome(replace(training, **dry_run(training, None).settings))
+
+
+def test_momentum_encoder_moves_once_a_step_also_if_a_worker_is_lost(tmp_path: Path) -> None:
+    data = make_sets(tmp_path / "sets")
+    for name, count in (("alone", 1), ("pair", 2)):
+        with WorldDriver(start_with=count) as driver:
+            driver.start(average, data, tmp_path / name, count=count)
+            driver.results(1)
+    found, expected = (torch.load(tmp_path / name / "model.pt") for name in ("pair", "alone"))
+    torch.testing.assert_close(dict(found), dict(expected), rtol=1e-9, atol=1e-9)
+
+
+class Codebook(Averaging):
+    """Its frozen weights follow the rows."""
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        self.slow.data += features.mean(0)
+        return self.layer(features)
+
+
+def test_forward_that_changes_frozen_weights_is_refused_if_exact_and_warned_of_by_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, adams = make_sets(tmp_path / "sets"), {"optimizer": torch.optim.Adam}
+    with pytest.raises(InvalidSettingsError, match="forward changes slow of the model, and with consistency='exact'"):
+        dry_run(make_training(data, tmp_path, model=Averaging(), virtual_workers=2, **adams), None)
+    for model, warned in ((Averaging(), False), (Codebook(), True)):
+        assert dry_run(make_training(data, tmp_path, model=model, **adams), None).settings["moved"] == ["slow"]
+        assert ("batch statistics of slow are not synchronised" in caplog.text) is warned
