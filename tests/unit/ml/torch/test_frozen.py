@@ -117,11 +117,11 @@ def in_worker(texts: Dataset, folder: Path) -> dict[str, Any]:
     def counted(kind: str) -> None:
         launch = getattr(Group, kind)
 
-        def launched(self: Group, tensor: torch.Tensor, op: Any, *more: Any) -> Any:
-            fills = kind == "allreduce" and bool(more)
-            sent["gradients" if fills else f"{kind} {tensor.dtype}"] += tensor.nbytes
-            sent["buckets"] += fills
-            return launch(self, tensor, op, *more)
+        def launched(self: Group, tensor: torch.Tensor, op: Any, *fill: Any) -> Any:
+            filled = bool(fill) and kind == "allreduce"
+            sent["gradients" if filled else f"{kind} {tensor.dtype}"] += tensor.nbytes
+            sent["buckets"] += filled
+            return launch(self, tensor, op, *fill)
 
         setattr(Group, kind, launched)
 
