@@ -26,6 +26,10 @@ from tests.unit.world_link import die, link
 from tests.unit.worlds import WorldDriver
 
 STEPS = 10
+with_nccl = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < devices.OLDEST_TORCH_FOR_NCCL,
+    reason="no NCCL, nor its stand-in",
+)
 
 
 class Work:
@@ -127,10 +131,7 @@ def train(dies_at: int | None, shared: bool):
     return {**found, "model": weights, "connected": Runtime.connected}
 
 
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < devices.OLDEST_TORCH_FOR_NCCL,
-    reason="no NCCL, nor its stand-in",
-)
+@with_nccl
 def test_a_peer_that_dies_in_the_middle_of_a_reduction_on_gpus_costs_no_step():
     with WorldDriver(start_with=3) as driver:
         driver.start(train, 4, False, count=3)
@@ -167,6 +168,7 @@ def take_state(workers: int, dies: bool):
     return [*(value.double().sum().item() for value in model.state_dict().values()), Pg.broadcasts]
 
 
+@with_nccl
 def test_a_newcomer_gets_tensors_by_nccl_and_its_death_meanwhile_changes_nothing():
     with WorldDriver(start_with=1) as driver:
         driver.start(take_state, 2, False)
@@ -190,6 +192,7 @@ def broadcast_beside_another_gpu():
     return value.tolist(), Pg.broadcasts, mine.nccl.used
 
 
+@with_nccl
 def test_no_member_broadcasts_by_nccl_if_one_has_connected_another_gpu():
     with WorldDriver(start_with=2) as driver:
         driver.start(broadcast_beside_another_gpu, count=2)
