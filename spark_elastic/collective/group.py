@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from spark_elastic import clock
 from spark_elastic.collective import reduce
 from spark_elastic.collective.gloo.process_group import GlooCollectives
 from spark_elastic.collective.gpu.nccl import NcclReductions, NcclWork
@@ -28,6 +29,15 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.new_empty(0, dtype=torch.uint8)
     # not `view(-1)`: a single element counts as contiguous whatever its stride is, and would keep that stride
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+class Waited:
+    """The seconds that this process has waited for collectives."""
+
+    seconds = 0.0
+
+
+waited = Waited()
 
 
 class StagedWork(NamedTuple):
@@ -160,8 +170,12 @@ class Group:
         if isinstance(work, StagedWork):
             self.wait(work.inner)
             work.copy_back()
-        else:
+            return
+        began = clock.monotonic()
+        try:
             getattr(work, "way", self.gloo).wait(work)  # a work of torch's names no way: it is Gloo's
+        finally:
+            waited.seconds += clock.monotonic() - began
 
     @in_one_thread
     def wait_each(self, works: Sequence[Any], receive: Callable[[int, bool], None], may_queue: bool) -> None:

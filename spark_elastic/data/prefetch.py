@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spark_elastic.data.order.permutation import GlobalOrder
+from spark_elastic.data.order.shares import Shares
 from spark_elastic.data.order.windows import Order, WindowedShuffle
 
 T = TypeVar("T")
@@ -162,7 +163,7 @@ class ReadAhead:
         #: Of each stream, the end of its first requested window: before that, nothing has to be done for it.
         self._ends = np.empty(0, np.int64)
 
-    def prepare(self, order: Order, start: int, stop: int, rank: int, size: int) -> None:
+    def prepare(self, order: Order, start: int, stop: int, rank: int, size: int, shares: Shares = None) -> None:
         """Wait until a rank's positions `start`..`stop` of an order can be gathered. Raise Stopped after `stop`.
 
         The positions follow those of the last call, unless the order or the world is another.
@@ -177,7 +178,7 @@ class ReadAhead:
                 self._source.preload(self._stopping)
             self._order = order
         else:
-            self._prepare_windows(order, start, stop, order.owned(rank, size))
+            self._prepare_windows(order, start, stop, order.owned(rank, size, shares))
 
     def _prepare_windows(self, order: WindowedShuffle, start: int, stop: int, owned: tuple[int, int]) -> None:
         if order is not self._order or owned != self._owned:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from spark_elastic.data.files import SplitFiles, least_cache_bytes
 from spark_elastic.data.manifest import Kind, Manifest, TensorField
 from spark_elastic.data.order.permutation import GlobalOrder, Indices
+from spark_elastic.data.order.shares import Shares, most_rows
 from spark_elastic.data.order.windows import Order, WindowedShuffle, WindowSettings, window_settings
 from spark_elastic.data.prefetch import Buffers, Prefetcher, ReadAhead, Stopped
 from spark_elastic.data.remote_cache import check_cache_bytes
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from spark_elastic.data.dataset import Dataset
 
 GLOBAL_BYTES = 4 << 30  # datasets up to this size are expected to fit into the page cache of every host
+_World = tuple[int, int, Shares]  # rank, size and shares
 _GROUP_ROWS = 1 << 14  # gathered at a time: small batches share a hand-over between threads and some dozen calls
 _GROUP_BYTES = 4 << 20  # the limit of a group: its rows are still in the processor's cache when they are used
 _AHEAD_BYTES = 8 << 20  # of groups gathered ahead, unless a batch has more: others evict them from that cache
@@ -208,12 +210,17 @@ class BatchReader:
         at_once = None if shuffle else _rows_at_once(self.batch_size, self._row_bytes, prefetch)
         self._files = SplitFiles(dataset.store, manifest, split, sidecars, cache_dir, cache_bytes, at_once)
 
-    def set_world(self, rank: int, size: int) -> None:
-        """Be rank `rank` of `size` from the next batch on. To be called between batches."""
+    def set_world(self, rank: int, size: int, shares: Sequence[int] | None = None) -> None:
+        """Be rank `rank` of `size` from the next batch on. To be called between batches, on all ranks alike.
+
+        `shares` are the rows of each rank in a full batch, of which it takes that part; None: equal ones.
+        """
         if not 0 <= rank < size:
             raise InvalidSettingsError(f"rank must be from 0 to {size - 1} with size={size}, not {rank}")
+        if shares is not None and (len(shares) != size or min(shares) < 0 or not any(shares)):
+            raise InvalidSettingsError(f"shares must be the rows of each of {size} ranks, not {list(shares)}")
         self.rank, self.size = rank, size
-        self._world = (rank, size)
+        self._world: _World = (rank, size, shares)
 
     def preload(self) -> None:
         """Read all rows if the order needs all at once. Otherwise the first batch would wait for that."""
@@ -257,7 +264,7 @@ class BatchReader:
         while position < self.rows:
             world = self._world
             ahead = self._files.read_ahead()
-            mine = max(1, -(-batch_size // world[1]))
+            mine = max(1, most_rows(batch_size, *world[1:]))
             # without a shuffle, groups do not depend on the number of ranks, so that `_rows_at_once` does not
             batches = _group_batches(mine if self.shuffle else batch_size, self._row_bytes)
             make = partial(self._groups, ahead, self._order_of(epoch), position, batch_size, batches, world)
@@ -293,7 +300,7 @@ class BatchReader:
             raise ValueError("the reader was closed in the middle of an epoch")
 
     def _groups(
-        self, ahead: ReadAhead, order: Order, position: int, batch_size: int, batches: int, world: tuple[int, int]
+        self, ahead: ReadAhead, order: Order, position: int, batch_size: int, batches: int, world: _World
     ) -> Iterator[Iterator[Batch]]:
         try:
             for begin in range(position, self.rows, batches * batch_size):

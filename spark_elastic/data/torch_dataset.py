@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,9 +42,9 @@ class TorchBatches(torch.utils.data.IterableDataset[dict[str, Any]]):
         self.position = position
         self.batch: Batch | None = None
 
-    def set_world(self, rank: int, size: int) -> None:
-        """Be rank `rank` of `size` from the next batch on."""
-        self.reader.set_world(rank, size)
+    def set_world(self, rank: int, size: int, shares: Sequence[int] | None = None) -> None:
+        """Be rank `rank` of `size` from the next batch on; see `BatchReader.set_world`."""
+        self.reader.set_world(rank, size, shares)
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "position": self.position}

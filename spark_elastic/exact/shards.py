@@ -146,12 +146,12 @@ class VirtualWorkers:
         self.sums = {name: totals[place] for name, place in self._names.items()}
 
     def compute(
-        self, bounds: Sequence[tuple[int, int]], key: tuple[int, ...], numbers: torch.Tensor, vote: float = 0.0
-    ) -> Generator[VirtualShard, None, float]:
+        self, bounds: Sequence[tuple[int, int]], key: tuple[int, ...], numbers: torch.Tensor, votes: Sequence[int] = ()
+    ) -> Generator[VirtualShard, None, list[float]]:
         """Return this worker's shards as `shards` does, with any bounds, at the place `key` of the training.
 
         `numbers` is a matrix of float64 with a row for each shard: the caller fills those of this worker's shards, and
-        finds all of them filled afterwards. Returns the sum of all workers' `vote`, a whole number, as of workers that
+        finds all of them filled afterwards. Returns the sums of all workers' `votes`, whole numbers, as of workers that
         want to stop.
         """
         self._reduced = False
@@ -180,7 +180,7 @@ class VirtualWorkers:
                 if width:
                     matrix[index, 1 + numbers.shape[1] :] = self._buffers.end_shard(index)
             check_others()
-            vote = self._exchange(params, sums, given, matrix, vote)
+            summed = self._exchange(params, sums, given, matrix, votes)
             numbers.copy_(matrix[:, 1 : 1 + numbers.shape[1]])
             if width:
                 present = [index for index in range(self.count) if matrix[index, 0]]
@@ -196,7 +196,7 @@ class VirtualWorkers:
         self._drop_gradients(keep=params)
         self._reduced = trains
         self._random.seed(derived_key(self.seed, *key, self.count), save=True)
-        return vote
+        return summed
 
     def seed_shard(self, key: tuple[int, ...], index: int) -> None:
         """Seed all generators for one shard of the step with this key."""
@@ -251,14 +251,20 @@ class VirtualWorkers:
         return gradients
 
     def _exchange(
-        self, params: Sequence[torch.Tensor], sums: PartialSums, given: torch.Tensor, matrix: torch.Tensor, vote: float
-    ) -> float:
-        vector = torch.cat([matrix.view(-1), given, torch.tensor([vote], dtype=torch.float64)])
+        self,
+        params: Sequence[torch.Tensor],
+        sums: PartialSums,
+        given: torch.Tensor,
+        matrix: torch.Tensor,
+        votes: Sequence[int],
+    ) -> list[float]:
+        vector = torch.cat([matrix.view(-1), given, torch.tensor(votes, dtype=torch.float64)])
         results = self.reduction.exchange(params, sums, vector)
         matrix.copy_(vector[: matrix.numel()].view(matrix.shape))
-        for param, result, count in zip(params, results, vector[matrix.numel() : -1].tolist(), strict=True):
+        rest = vector[matrix.numel() :].tolist()
+        for param, result, count in zip(params, results, rest, strict=False):
             param.grad = result if count else None
-        return float(vector[-1])
+        return rest[len(params) :]
 
     # --- what the bits depend on ------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from spark_elastic.collective.group import Group, as_bytes
 from spark_elastic.collective.operators import Sum
 from spark_elastic.collective.process import process
 from spark_elastic.collective.process_sets import global_process_set
+from spark_elastic.data.order.shares import Shares, part_of
 from spark_elastic.errors import HorovodInternalError, OutsideLoopError
 
 ALIGNMENT_BYTES = 64
@@ -31,9 +32,10 @@ Node = tuple[int, int]
 # --- the tree -----------------------------------------------------------------------------------------
 
 
-def shards_of(rank: int, size: int, count: int) -> range:
-    """Return the shards that a member computes: contiguous ranges, whose lengths differ by at most one."""
-    return range(count * rank // size, count * (rank + 1) // size)
+def shards_of(rank: int, size: int, count: int, shares: Shares = None) -> range:
+    """Return the shards that a member computes, a contiguous range; `shares`: how many each member does."""
+    first, last, whole = part_of(rank, size, shares)
+    return range(count * first // whole, count * last // whole)
 
 
 def rows_of(shard: int, count: int, rows: int) -> tuple[int, int]:
@@ -48,7 +50,7 @@ def children(node: Node) -> tuple[Node, Node]:
 
 
 @functools.lru_cache(maxsize=64)
-def partials_of(count: int, size: int) -> tuple[tuple[Node, ...], ...]:
+def partials_of(count: int, size: int, shares: tuple[int, ...] | None = None) -> tuple[tuple[Node, ...], ...]:
     """Return the nodes of each member's partial sums, in rank order: the largest that have its shards alone."""
 
     def within(shards: range, node: Node) -> tuple[Node, ...]:
@@ -59,7 +61,7 @@ def partials_of(count: int, size: int) -> tuple[tuple[Node, ...], ...]:
         left, right = children(node)
         return within(shards, left) + within(shards, right)
 
-    ranges = [shards_of(rank, size, count) for rank in range(size)]
+    ranges = [shards_of(rank, size, count, shares) for rank in range(size)]
     return tuple(within(shards, (0, count)) if shards else () for shards in ranges)
 
 
@@ -186,6 +188,8 @@ class ShardReduction:
 
     def __init__(self, count: int, about: str = "", on_new_world: Callable[[], None] | None = None) -> None:
         self.count = count
+        self.shares: tuple[int, ...] | None = None
+        """The shards that each member computes, the same on all members; None: about as many."""
         self._about = about
         self._on_new_world = on_new_world
         self._group: Group | None = None
@@ -195,11 +199,11 @@ class ShardReduction:
     def shards(self) -> range:
         """Return this member's shards in the present world."""
         position = process.require()
-        return shards_of(position.rank, position.size, self.count)
+        return shards_of(position.rank, position.size, self.count, self.shares)
 
     def partial_sums(self) -> PartialSums:
         position = process.require()
-        return PartialSums(partials_of(self.count, position.size)[position.rank])
+        return PartialSums(partials_of(self.count, position.size, self.shares)[position.rank])
 
     def exchange(self, like: Sequence[torch.Tensor], sums: PartialSums, numbers: torch.Tensor) -> list[torch.Tensor]:
         """Return the sums over all shards, with the shapes and memory layouts of `like`; they are valid until the next.
@@ -262,7 +266,7 @@ class ShardReduction:
         self, group: Group, like: Sequence[torch.Tensor], sums: PartialSums, numbers: torch.Tensor
     ) -> list[torch.Tensor]:
         vector = torch.cat([numbers + 0.0, torch.tensor([float(process.update_pending)], dtype=torch.float64)])
-        nodes = partials_of(self.count, group.size)
+        nodes = partials_of(self.count, group.size, self.shares)
         works: list[tuple[Any, Callable[[], Any] | None]] = [(group.allreduce(vector, Sum.gloo), None)]
         for flat in self._flats if like else ():
             if sum(map(len, nodes)) > 2:

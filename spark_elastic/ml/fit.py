@@ -309,7 +309,7 @@ class FitRun(ABC, Generic[T, M]):
         same = (
             *("transformation_fn", "epochs", "shuffle", "seed", "device", "num_threads", "verbose", "allow_nan_loss"),
             *("per_worker_batch_size", "input_shapes", "label_shapes", "loss_is_per_worker", "sync_batch_norm"),
-            *("accumulation_steps", "gradient_clip_norm", "gradient_clip_value", "gradient_compression"),
+            *("balance", "accumulation_steps", "gradient_clip_norm", "gradient_clip_value", "gradient_compression"),
         )
         return {
             "dataset": self.dataset,

@@ -23,6 +23,7 @@ Shapes: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
 DType: TypeAlias = str | type | np.dtype[Any]
 ColumnsFunction: TypeAlias = Callable[[dict[str, Any]], Mapping[str, Any]]
 Compression: TypeAlias = Literal["none", "fp16", "bf16"]
+Balance: TypeAlias = Literal["auto", "equal"]
 Consistency: TypeAlias = Literal["trajectory", "exact"]
 OnInterrupt: TypeAlias = Literal["raise", "return"]
 BestMode: TypeAlias = Literal["auto", "min", "max"]
@@ -162,6 +163,11 @@ class BatchParams(ElasticParams):
         "random numbers. 'exact' (PyTorch): the same bits, in slower steps; see virtual_workers.",
         to.one_of(*get_args(Consistency), hint="; for batches that grow with the workers, set per_worker_batch_size"),
         default="trajectory",
+    )
+    balance, getBalance, setBalance = setting(
+        "'auto': slower workers get fewer rows of each batch, by the times of their steps; 'equal': all get as many.",
+        to.one_of(*get_args(Balance)),
+        default="equal",
     )
     transformation_fn, getTransformationFn, setTransformationFn = setting(
         "function of a batch's columns, {'features_0': array, 'label_0': array, ...}, to those to train and validate "

@@ -166,7 +166,11 @@ class StatusModel:
             to_wall = wall - now
             settings, ended, wait = self._settings, self._ended, self._wait
             ordered = sorted(workers, key=lambda each: (each.rank is None, each.rank or 0, each.worker))
-            rows = [_worker_row(each, self._heartbeats.get(each.worker), now) for each in ordered]
+            live = self._live[0] if self._live is not None else None
+            rows = [
+                _worker_row(each, self._heartbeats.get(each.worker), now) | _seconds(each, live, status.size)
+                for each in ordered
+            ]
             sizes = _thin(self._sizes, MOST_SIZES, lambda change: change[1])
             return {
                 "version": VERSION,
@@ -259,6 +263,14 @@ def _worker_row(worker: WorkerStatus, heard: _Heartbeats | None, now: float) -> 
         "heartbeat_age_s": None if heard is None else _rounded(now - heard.heard_at),
         "blocked_s": _rounded(worker.blocked_s),
     }
+
+
+def _seconds(worker: WorkerStatus, live: LiveProgress | None, size: int) -> Document:
+    """Return how long a worker works in a step, and waits for the others; None: unknown."""
+    if live is None or worker.state != TRAINING or worker.rank is None or len(live.worked_s) != size:
+        return {"work_s": None, "wait_s": None}
+    work_s = live.worked_s[worker.rank]
+    return {"work_s": round(work_s, 6), "wait_s": round(max(0.0, live.step_s - work_s), 6)}
 
 
 def _hosts(workers: Sequence[Document]) -> Document:

@@ -222,6 +222,8 @@ class LiveProgress(Message):
     rows: int  # rows done, of `total`
     total: int
     values: dict[str, float]  # the loss and the metrics so far
+    step_s: float = 0.0  # the time of a step
+    worked_s: tuple[float, ...] = ()  # and how long each rank works in it, the rest of which it waits for the others
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from spark_elastic.data.order.shares import Shares, part_of
+
 Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
@@ -125,20 +127,21 @@ class Permutation:
 
 
 class GlobalOrder:
-    """One permutation of all rows. A rank takes a contiguous part of each batch; parts differ by at most one row."""
+    """One permutation of all rows. A rank takes its contiguous part of each batch."""
 
     def __init__(self, rows: int, seed: int, epoch: int, shuffle: bool = True) -> None:
         self.rows = rows
         self.shuffle = shuffle
         self._permutation = Permutation(rows, derived_key(seed, epoch)) if shuffle else None
 
-    def take(self, edges: Sequence[int], rank: int, size: int) -> tuple[Indices, list[int]]:
+    def take(self, edges: Sequence[int], rank: int, size: int, shares: Shares = None) -> tuple[Indices, list[int]]:
         """Return a rank's rows of the global batches `[edges[0], edges[1])`, `[edges[1], edges[2])`, ... of positions.
 
         The rows of all batches come one batch's after another's, with the number of rows in each batch.
         """
+        first, last, whole = part_of(rank, size, shares)
         parts = [
-            (start + (stop - start) * rank // size, start + (stop - start) * (rank + 1) // size)
+            (start + (stop - start) * first // whole, start + (stop - start) * last // whole)
             for start, stop in pairwise(edges)
         ]
         counts = [stop - start for start, stop in parts]

@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from spark_elastic.data.order.permutation import BLOCK, GlobalOrder, Indices, Permutation, derived_key
+from spark_elastic.data.order.shares import Shares, part_of
 
 _CHUNK_BYTES = 256 << 10  # bytes of a chunk: reads of this size get most of what a disk or an object store can deliver
 _OPEN_BYTES = 1 << 30
@@ -87,10 +88,10 @@ class WindowedShuffle:
         self._plan = np.empty((0, 0), np.int64)
         self._planned = (0, 0, 0)
 
-    def owned(self, rank: int, size: int) -> tuple[int, int]:
+    def owned(self, rank: int, size: int, shares: Shares = None) -> tuple[int, int]:
         """Return the streams `[first, last)` of a rank: none for some if there are more ranks than streams."""
-        streams = self.settings.lanes
-        return streams * rank // size, streams * (rank + 1) // size
+        first, last, whole = part_of(rank, size, shares)
+        return self.settings.lanes * first // whole, self.settings.lanes * last // whole
 
     def window_at(self, stream: int, index: int) -> tuple[int, int, int]:
         """Return the window around row `index` of a stream: its number, and its rows `[start, stop)` of the stream."""
@@ -123,9 +124,9 @@ class WindowedShuffle:
                 ranges.append((row, row + end - cut))
         return ranges
 
-    def take(self, edges: Sequence[int], rank: int, size: int) -> tuple[Indices, list[int]]:
+    def take(self, edges: Sequence[int], rank: int, size: int, shares: Shares = None) -> tuple[Indices, list[int]]:
         """Return a rank's rows of consecutive global batches, as `GlobalOrder.take`."""
-        first, last = self.owned(rank, size)
+        first, last = self.owned(rank, size, shares)
         if self._owned != (first, last):
             mine = (self._turns >= first) & (self._turns < last)
             self._owned_turns = self._turns[mine] - first

@@ -7,6 +7,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -100,9 +101,12 @@ class KerasEngine(Engine):
     """The `Engine` of one Keras model; `best` is a copy of the model for the weights of the best epoch, or None."""
 
     metrics: KerasMetricAccumulator
+    memory_errors = (*Engine.memory_errors, tf.errors.ResourceExhaustedError)
 
     def __init__(self, training: KerasTraining, ready: PreparedModel, best: Any, callbacks: KerasCallbacks) -> None:
         super().__init__(training, ready.model, ready.model.optimizer, best, ready.metrics)
+        norms = (each for each in ready.model._flatten_layers() if isinstance(each, keras.layers.BatchNormalization))
+        self.has_own_statistics = any(not hasattr(each, "_members") for each in norms)
         self._feeder = ready.feeder
         self._graphs = ready.graphs
         self.callbacks = callbacks
@@ -121,18 +125,17 @@ class KerasEngine(Engine):
         if self._size > 1:
             # Every worker makes the same number of passes, some with a row that does not count: layers may have a
             # state that each pass changes, and synchronised layers have collectives.
-            passes = min(self._training.accumulation_steps, -(-batch.global_rows // self._size))
-            uncounted = [self._feeder.first_row] * (passes - len(parts))
+            uncounted = [self._feeder.first_row] * (self._passes(batch.global_rows) - len(parts))
         # two positive numbers below 2**31, which every type of seed can hold
         key = derived_key(self._training.seed, at.epoch, batch.start, self._rank)
-        of_step = tf.constant([key & 0x3FFFFFFF, key >> 34, int(stop)], tf.int64)
+        of_step = tf.constant([key & 0x3FFFFFFF, key >> 34, *self._votes(stop)], tf.int64)
         with lost_peers_translated():
             totals = self._totals(parts)
             self._stepping = True
             numbers = self._graphs.step(parts, uncounted, batch.global_rows, totals, of_step).numpy()
             self._stepping = False
         self.stepped()
-        return Measured(numbers[:-1], (), bool(numbers[-1]))
+        return self._measured(numbers)
 
     def undo_step(self) -> None:
         if self._stepping:

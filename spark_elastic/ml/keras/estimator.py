@@ -146,6 +146,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
         checkpoint_best_mode: shared.BestMode = "auto",
         transformation_fn: shared.ColumnsFunction | None = None,
         accumulation_steps: int = 1,
+        balance: shared.Balance = "equal",
         gradient_clip_norm: float | None = None,
         gradient_clip_value: float | None = None,
         gradient_compression: shared.Compression = "none",

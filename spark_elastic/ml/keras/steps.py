@@ -85,7 +85,8 @@ class GradientRecord:
 
 
 _WRITES = re.compile("Assign(Add|Sub)?VariableOp|Resource(Sparse)?Apply|ResourceScatter")  # that change a variable
-OF_STEP = tf.TensorSpec([3], tf.int64)  # the seed of the step, two numbers, and 1 if this worker asks to stop
+OF_STEP = tf.TensorSpec([None], tf.int64)
+"""The seed of a step, two numbers, and the votes of the `Engine`."""
 
 
 class StepGraphs:
@@ -151,8 +152,8 @@ class StepGraphs:
         return record.grads, self._metrics.of_returned("", logs, of_part[0])
 
     def _finished(self, grads: list[Any], returned: Any, rows: Any, of_step: Any) -> Any:
-        """Reduce, and do the optimizer's step. Returns the sums over all workers, then how many of them ask to stop."""
-        numbers = tf.concat([self._metrics.read(), returned, tf.stack([rows, tf.cast(of_step[2], tf.float64)])], 0)
+        """Reduce, and do the optimizer's step. Returns the sums over all workers, then those of their votes."""
+        numbers = tf.concat([self._metrics.read(), returned, [rows], tf.cast(of_step[2:], tf.float64)], 0)
         grads, numbers = self._reducer(grads, numbers)
         # The optimizer's count of steps depends on no gradient, so TensorFlow could increment it before the reduction.
         given = [grad for grad in grads if grad is not None]
@@ -218,7 +219,7 @@ class StepGraphs:
 
         `parts` are this worker's tensors of a batch of `global_rows`, `uncounted` those of passes made only so that
         layers run equally often on all workers. Returns the sums of `KerasMetricAccumulator` over all workers, float64,
-        and then how many of them ask to stop.
+        and then those of their votes.
         """
         if len(parts) == 1 and not uncounted:
             return self._whole(*part_arguments(parts[0], global_rows, totals), of_step)

@@ -76,6 +76,10 @@ class TorchEngine(Engine):
         self.moved = [param for name, param, _ in self._named if name in training.moved]
         self._buffers = list(model.buffers())
         self._synchronised = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
+        self.has_own_statistics = any(
+            isinstance(each, _BatchNorm) and not isinstance(each, SyncBatchNorm) for each in model.modules()
+        )
+        self.balances = self._device.type == "cpu"
         self._validated = Progress()  # the progress of the training at the last `begin_validation`
         self._ahead: BatchesAhead | None = None
         self._own_numbers = torch.zeros(0)  # what this worker's rows have added to the sums of the last step
@@ -119,7 +123,7 @@ class TorchEngine(Engine):
         numbers, pieces = self._gradients(batch, at, stop)
         self._apply(numbers, batch.global_rows)
         self.schedule.after_step()
-        return Measured(numbers[:-1].numpy(), pieces, bool(numbers[-1]))
+        return self._measured(numbers.numpy(), pieces)
 
     def _check_frozen(self) -> None:
         """Raise InvalidSettingsError if a parameter was frozen or unfrozen: those to reduce were agreed on before."""
@@ -135,18 +139,19 @@ class TorchEngine(Engine):
     def _gradients(self, batch: Batch, at: Progress, stop: bool) -> tuple[torch.Tensor, tuple[Piece, ...]]:
         """Run forward and backward over the parts of a batch, and reduce the gradients.
 
-        Returns the sums over all workers, then how many of them ask to stop, and the metric states that were gathered.
+        Returns the sums and votes of all workers, and the metric states that were gathered.
         """
         objective, metrics = self._objective, self.metrics
         ahead = self._ahead
         parts = self._maker.parts(batch) if ahead is None else ahead.parts(batch)
-        numbers = torch.zeros(metrics.width + 1, dtype=torch.float64)
-        own = self._sums(metrics.width + 1)
-        own[-1] = stop
+        votes = torch.tensor(self._votes(stop), dtype=torch.float64)
+        numbers = torch.zeros(metrics.width + len(votes), dtype=torch.float64)
+        own = self._sums(len(numbers))
+        own[metrics.width :].copy_(votes, non_blocking=True)
         pieces: list[Piece] = []
         counts: Sequence[float] = ()
         share = None
-        missing = max(0, min(self._training.accumulation_steps, -(-batch.global_rows // self._size)) - len(parts))
+        missing = max(0, self._passes(batch.global_rows) - len(parts))
         # Every worker makes the same number of forward passes: layers may have a state that each of them changes. With
         # synchronised layers, which have collectives, there are backward passes too.
         without = missing if any(layer.takes_part for layer in self._synchronised) else 0

@@ -149,6 +149,7 @@ class ElasticTorchEstimator(HalfPrecision, ElasticEstimator[ElasticTorchModel]):
         checkpoint_best_mode: shared.BestMode = "auto",
         transformation_fn: shared.ColumnsFunction | None = None,
         accumulation_steps: int = 1,
+        balance: shared.Balance = "equal",
         gradient_clip_norm: float | None = None,
         gradient_clip_value: float | None = None,
         gradient_compression: shared.Compression = "none",

@@ -9,6 +9,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.objects import allgather_object
+from spark_elastic.data.order.shares import Shares
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.exact.shards import VirtualWorkers, align_tensor
@@ -46,9 +47,16 @@ class ExactTorchEngine(TorchEngine):
         )
         return optimizer
 
+    def set_world(self, rank: int, size: int, shares: Shares = None) -> None:
+        super().set_world(rank, size, shares)
+        self._workers.reduction.shares = None if shares is None else tuple(shares)
+
+    def divided(self, rows: int) -> tuple[int, int]:
+        return self._workers.count, 1
+
     @property
-    def reader_world(self) -> tuple[int, int]:
-        return 0, 1
+    def reader_world(self) -> tuple[int, int, Shares]:
+        return 0, 1, None
 
     def use_threads(self, count: int) -> None:
         """Do nothing: bits may depend on the number of threads, and the world must not decide it."""
@@ -66,12 +74,12 @@ class ExactTorchEngine(TorchEngine):
         counts = self._counts(shards, key) if objective.coupled else ()
         numbers = torch.zeros((workers.count, metrics.width), dtype=torch.float64)
         pieces: list[Piece] = []
-        computing = workers.compute(self._bounds(batch), key, numbers, float(stop))
+        computing = workers.compute(self._bounds(batch), key, numbers, self._votes(stop))
         while True:
             try:
                 shard = next(computing)
             except StopIteration as end:
-                votes = float(end.value)
+                votes = end.value
                 break
             for part in shards[shard.index]:
                 with single_row_norm(model, part.rows):
@@ -80,7 +88,7 @@ class ExactTorchEngine(TorchEngine):
                 pieces.append(metrics.measure(result, part.rows, numbers[shard.index]))
         own = workers.reduction.shards()
         self._own_numbers = numbers[own.start : own.stop].sum(0)
-        total = torch.cat([tree_sum(numbers), torch.tensor([votes], dtype=torch.float64)])
+        total = torch.cat([tree_sum(numbers), torch.tensor(votes, dtype=torch.float64)])
         return total, gather_pieces(pieces) if metrics.gathers else ()
 
     def _counts(self, shards: Mapping[int, Sequence[TorchBatch]], key: tuple[int, ...]) -> list[float]:

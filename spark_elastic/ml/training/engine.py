@@ -15,11 +15,13 @@ import torch
 from spark_elastic.collective.objects import allgather_object
 from spark_elastic.collective.operations import allreduce_
 from spark_elastic.collective.operators import Sum
+from spark_elastic.data.order.shares import Shares, most_rows
 from spark_elastic.data.reader import Batch
 from spark_elastic.elastic.state import ElasticState
 from spark_elastic.errors import UsageError
 from spark_elastic.ml.training.spec import Piece, Progress, Sums, Training, add_sums
 
+_RANKS = 8
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -67,11 +69,17 @@ def gather_pieces(pieces: list[Piece]) -> tuple[Piece, ...]:
 
 
 class Measured(NamedTuple):
-    """The measurements of one step, over all workers, and whether one of them requested the end of the training."""
+    """The measurements of one step, over all workers.
+
+    `stop`: a worker requested the end of the training. `worked_ns`: how long each rank worked in the step before, in
+    nanoseconds; 0: unknown. `most`: the largest share of each rank that fits into its memory; 0: unknown.
+    """
 
     sums: Sums
     pieces: tuple[Piece, ...]
     stop: bool
+    worked_ns: Sequence[float]
+    most: Sequence[float]
 
 
 class CallbackEvent(IntEnum):
@@ -93,6 +101,9 @@ class Engine(ABC):
 
     updating: bool = False  # the optimizer has begun to change parameters, and has not finished
     gathers: bool = False  # the pieces that `measure` returns have to be gathered from all workers
+    memory_errors: tuple[type[Exception], ...] = (MemoryError, torch.OutOfMemoryError)
+    balances: bool = True  # its time can be measured, and it reads no batch before the step before is done
+    has_own_statistics: bool = False  # a layer computes statistics over this worker's rows of a batch
 
     def __init__(self, training: Training, model: Any, optimizer: Any, best: Any, metrics: MetricAccumulator) -> None:
         self.model = model
@@ -100,19 +111,45 @@ class Engine(ABC):
         self.best = best
         self.metrics = metrics
         self._training = training
-        self._rank, self._size = 0, 1
+        self.worked_ns = 0  # how long this worker has worked in the last step; 0: unknown
+        self.most = 0  # the largest share that it has memory for; 0: unknown
+        self.set_world(0, 1)
 
     @property
     @abstractmethod
     def learning_rate(self) -> float: ...
 
-    def set_world(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
+    def set_world(self, rank: int, size: int, shares: Shares = None) -> None:
+        """Be rank `rank` of `size` from the next step on; `shares`: the rows of each rank in a full batch."""
+        self._rank, self._size, self._shares = rank, size, shares
 
     @property
-    def reader_world(self) -> tuple[int, int]:
-        """The rank and size whose rows of each global batch this worker reads."""
-        return self._rank, self._size
+    def reader_world(self) -> tuple[int, int, Shares]:
+        """The rank, size and shares whose rows of each global batch this worker reads."""
+        return self._rank, self._size, self._shares
+
+    def divided(self, rows: int) -> tuple[int, int]:
+        """Return what the shares of a full batch of `rows` rows sum to, and the least share: two for statistics."""
+        return rows, self._training.accumulation_steps * (2 if self.has_own_statistics else 1)
+
+    def _passes(self, rows: int) -> int:
+        """Return the passes that each worker makes over a batch of `rows` rows: as many as that with the most rows."""
+        return min(self._training.accumulation_steps, most_rows(rows, self._size, self._shares))
+
+    def _votes(self, stop: bool) -> list[int]:
+        """Return what a step adds to its sums: 1 to stop, then this worker's `worked_ns` and `most` among zeros.
+
+        Lengths are rounded up, so that few changes of the world need buckets of another size.
+        """
+        votes = [[0] * (-(-self._size // _RANKS) * _RANKS) for _ in range(2)]
+        votes[0][self._rank], votes[1][self._rank] = self.worked_ns, self.most
+        return [int(stop), *votes[0], *votes[1]]
+
+    def _measured(self, numbers: Sums, pieces: tuple[Piece, ...] = ()) -> Measured:
+        """Return the measurements, from the sums of all workers followed by those of their `_votes`."""
+        count = len(self._votes(False))
+        sums, (stop, *rest) = numbers[:-count], numbers[-count:].tolist()
+        return Measured(sums, pieces, bool(stop), rest[: self._size], rest[count // 2 :][: self._size])
 
     @abstractmethod
     def use_threads(self, count: int) -> None: ...

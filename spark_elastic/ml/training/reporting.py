@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import threading
+from collections.abc import Sequence
 
 from spark_elastic.errors import InvalidSettingsError
 from spark_elastic.ml.callbacks import Callback, Logs, followed_value
@@ -30,6 +31,8 @@ class RunView:
         self._state = state
         self.rank, self.size = 0, 1
         self._logs: tuple[int, Logs] = (-1, {})  # the last `logs`, with the `serial` that they were computed at
+        self.step_seconds = [0.0]
+        """The time of a step, and how long each rank works in it: moving averages. No ranks: unknown."""
         self.wants_restore = False
         self.caller = Callback()  # the callback whose `on_epoch_end` is running
         self.stop_reason = ""  # set by `stop` and never cleared: all act on it at the next reduction
@@ -63,6 +66,13 @@ class RunView:
         if self._logs[0] != at.serial:
             self._logs = at.serial, self.engine.metrics.logs(at.sums, at.pieces) if at.sums.size else {}
         return self._logs[1]
+
+    def note_step(self, step_s: float, worked_ns: Sequence[float]) -> None:
+        """Count the time of a step, and how long each rank worked in it; 0: unknown."""
+        if worked_ns and all(worked_ns):
+            now = [step_s, *(each / 1e9 for each in worked_ns)]
+            before = self.step_seconds if len(self.step_seconds) == len(now) else now
+            self.step_seconds = [0.9 * then + 0.1 * each for then, each in zip(before, now, strict=True)]
 
     def stop(self, reason: str) -> None:
         self.stop_reason = reason or "a callback requested the end of the training"
@@ -136,7 +146,11 @@ class Reporter:
             return
         values = self._run.engine.metrics.live_logs(at.sums) if at.sums.size else {}
         shown = {name: value for name, value in values.items() if math.isfinite(value)}
-        self._link.show(LiveProgress(at.epoch, training.epochs, at.phase.value, min(rows, total), total, shown))
+        step_s, *worked_s = self._run.step_seconds
+        done = min(rows, total)
+        self._link.show(
+            LiveProgress(at.epoch, training.epochs, at.phase.value, done, total, shown, step_s, tuple(worked_s))
+        )
 
 
 class EpochRows:

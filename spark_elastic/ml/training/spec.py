@@ -51,6 +51,7 @@ class Training:
     batch_size: int | None = None
     per_worker_batch_size: int | None = None
     accumulation_steps: int = 1
+    balance: str = "equal"
     epochs: int = 1
     shuffle: bool = True
     seed: int = 0

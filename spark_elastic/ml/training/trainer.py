@@ -19,16 +19,18 @@ from typing import Any
 import torch
 
 from spark_elastic import clock
+from spark_elastic.collective.group import waited
 from spark_elastic.collective.operations import allreduce_, barrier, broadcast_
 from spark_elastic.collective.operators import Max
 from spark_elastic.collective.process import process
+from spark_elastic.data.order.shares import Balancer, Shares
 from spark_elastic.data.reader import Batch, BatchReader
 from spark_elastic.elastic.handlers import Handlers, StateHandler
 from spark_elastic.elastic.loop import run
 from spark_elastic.elastic.mark import OptimizerSteps, StepCounter
-from spark_elastic.errors import CheckpointError
+from spark_elastic.errors import CheckpointError, HorovodInternalError
 from spark_elastic.ml.callbacks import Callback
-from spark_elastic.ml.training.engine import CallbackEvent, Engine, TrainingState, host_cores, threads_for
+from spark_elastic.ml.training.engine import CallbackEvent, Engine, Measured, TrainingState, host_cores, threads_for
 from spark_elastic.ml.training.reporting import EpochRows, Reporter, RunView, loss_and_metrics
 from spark_elastic.ml.training.saving import CheckpointSchedule, ResultWriter, save_timeout_s
 from spark_elastic.ml.training.spec import (
@@ -85,6 +87,9 @@ class Trainer:
         self.epoch_rows = None if link is None or decides_s is None else EpochRows(self.view, link, decides_s)
         self._caused_divergence = False
         self._readers: dict[str, BatchReader] = {}
+        self._balancer: Balancer | None = None
+        self.shares: Shares = None
+        self._step_s = 0.0  # the time of the last step
         self._begun = False
         self._save_timeout_s = save_timeout_s(os.environ)
         self._result_writer: ResultWriter | None = None  # set once this worker was rank 0 at the end of the training
@@ -118,10 +123,12 @@ class Trainer:
         if at.phase is TrainingPhase.DONE:
             return  # a worker was lost after the end, and this one took over the final state
         self.engine.use_threads(threads_for(self.training.num_threads, host_cores(), world.local_size))
-        self.engine.set_world(world.rank, world.size)
+        self.engine.worked_ns = 0  # it counts from the second step on
+        self._balancer = None
+        if self.training.balance == "auto":
+            self._balancer = Balancer(world.size, *self.engine.divided(self._batch_size))
+        self._set_shares(None)
         self.view.clear_requests()
-        for reader in self._readers.values():
-            reader.set_world(*self.engine.reader_world)
         if not self._begun:
             self._begun = True
             self._checkpoints.restart_clock()
@@ -134,6 +141,30 @@ class Trainer:
                 callback.on_fit_begin(self.view)
         while (phase := self.state.at.phase) is not TrainingPhase.DONE:
             self._phases[phase]()
+
+    def _set_shares(self, shares: Shares) -> None:
+        """Divide the batches by these shares from the next one on, as all workers do between the same two steps."""
+        self.shares = shares
+        self.engine.set_world(self.view.rank, self.view.size, shares)
+        for reader in self._readers.values():
+            reader.set_world(*self.engine.reader_world)
+
+    def _limit_share(self, error: Exception) -> None:
+        """Leave the world for one with equal shares, if this worker has too little memory for more than that."""
+        rank, size, shares = self.view.rank, self.view.size, self.shares
+        if shares is not None and shares[rank] > (equal := sum(shares) // size):
+            self.engine.most = equal
+            why = f"rank {rank} has too little memory for {shares[rank]} of {sum(shares)} parts of a batch"
+            notify(f"{why}; from now on it takes no more than an equal share")
+            raise HorovodInternalError(why) from error
+
+    def _balance(self, measured: Measured) -> None:
+        """Change the shares if the workers' times in the step before the last one say so."""
+        change = None if self._balancer is None else self._balancer.observe(measured.worked_ns, measured.most)
+        if change is not None:
+            self._set_shares(change.shares)
+            if self.view.rank == 0:
+                notify(str(change))
 
     def close(self) -> None:
         if self._result_writer is not None:
@@ -164,13 +195,11 @@ class Trainer:
 
     def _reader(self, split: str) -> BatchReader:
         if split not in self._readers:
-            training, (rank, size) = self.training, self.engine.reader_world
-            self._readers[split] = BatchReader(
+            training = self.training
+            self._readers[split] = reader = BatchReader(
                 training.dataset,
                 split,
                 batch_size=self._batch_size,
-                rank=rank,
-                size=size,
                 seed=training.seed,
                 shuffle=training.shuffle and split == "train",
                 order=training.order if split == "train" else "auto",
@@ -178,6 +207,7 @@ class Trainer:
                 cache_dir=training.cache_dir,
                 cache_bytes=training.cache_bytes,
             )
+            reader.set_world(*self.engine.reader_world)
         return self._readers[split]
 
     def _train(self) -> None:
@@ -204,7 +234,18 @@ class Trainer:
             self.engine.seed_callbacks(CallbackEvent.BATCH_BEGIN, at.epoch, at.position)
         for callback in self.callbacks:
             callback.on_batch_begin(view)
-        measured = self.engine.step(batch, at, bool(view.stop_reason))
+        began, waited_before, last_s = clock.monotonic(), waited.seconds, self._step_s
+        try:
+            measured = self.engine.step(batch, at, bool(view.stop_reason))
+        except self.engine.memory_errors as error:
+            self._limit_share(error)
+            raise
+        self._step_s = clock.monotonic() - began
+        worked_s = self._step_s - waited.seconds + waited_before
+        counts = batch.global_rows == self._batch_size and self.engine.balances
+        self.engine.worked_ns = int(1e9 * worked_s) if counts else 0
+        view.note_step(last_s, measured.worked_ns)
+        self._balance(measured)
         loss = None if self.training.allow_nan_loss else self.engine.metrics.non_finite_loss(measured.sums)
         if loss is not None:  # all workers come here together, and no callback is called any more
             self._caused_divergence = self.engine.has_local_non_finite_loss()

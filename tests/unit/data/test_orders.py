@@ -46,8 +46,10 @@ def test_each_row_comes_once_and_global_batches_are_the_same_however_the_world_c
             edges.append(min(one.rows, edges[-1] + data.draw(st.integers(1, 150))))
         position = edges[-1]
         held |= {rank: make() for rank in range(size) if rank not in held}
+        shares = data.draw(st.none() | st.lists(st.integers(0, 40), min_size=size, max_size=size).filter(any))
         parts = [
-            np.split(rows, np.cumsum(counts)) for rows, counts in (held[r].take(edges, r, size) for r in range(size))
+            np.split(rows, np.cumsum(counts))
+            for rows, counts in (held[r].take(edges, r, size, shares) for r in range(size))
         ]
         for number, (start, stop) in enumerate(pairwise(edges)):
             batch = np.concatenate([part[number] for part in parts])

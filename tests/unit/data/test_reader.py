@@ -72,10 +72,12 @@ def test_the_world_may_change_between_any_batches_and_a_reader_may_be_replaced(t
         for gone in readers[new:]:
             gone.close()
         readers, epochs = readers[:new], epochs[:new]
+        shares = data.draw(st.none() | st.lists(st.integers(1, 9), min_size=new, max_size=new))
         for rank, reader in enumerate(readers):
-            reader.set_world(rank, new)
+            reader.set_world(rank, new, shares)
         for rank in range(len(readers), new):  # a rank that joins knows only the position
-            readers.append(BatchReader(dataset, rank=rank, size=new, **options))
+            readers.append(BatchReader(dataset, **options))
+            readers[-1].set_world(rank, new, shares)
             epochs.append(readers[-1].epoch(3, parts[0].stop))
     assert seen == expected
     assert [next(epoch, None) for epoch in epochs] == [None] * len(epochs)

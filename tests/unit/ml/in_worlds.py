@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import random
 import threading
@@ -182,3 +183,46 @@ def kill_and_add(driver: WorldDriver, chance: random.Random, start: Callable[[],
             alive = [w for w in driver.world.workers if driver._peers[w].process.is_alive()]
             if len(alive) > 1:
                 driver.kill(chance.choice(alive))
+
+
+# --- shares by speed ----------------------------------------------------------------------------------
+
+FAST_ROW_S, SLOW_ROW_S = 2e-3, 6e-3
+LONG = 8
+"""Epochs of trainings whose shares change."""
+
+
+def in_worker_with_shares(
+    framework: str, data: Path, folder: Path, variant: str | None = None, most: int = BATCH
+) -> Any:
+    """Train with shares by speed; each third worker from the first on takes three times as long for a row.
+
+    The second has memory for `most` rows. Adds the shares that this worker has had to the outcome, and tells of each.
+    """
+    from spark_elastic.ml.training.trainer import Trainer
+    from tests.unit.world_link import link
+
+    worker = link().worker
+    seconds = SLOW_ROW_S if worker % 3 == 1 else FAST_ROW_S
+    trainings = importlib.import_module(f"tests.unit.ml.{framework}.trainings")
+    plain_balance, shares = Trainer._set_shares, []
+
+    def set_shares(trainer: Any, given: Any) -> None:
+        plain_balance(trainer, given)
+        shares.append(given)
+        tell("shares", given)
+        plain_step = type(trainer.engine).step
+
+        def step(batch: Any, at: Any, stop: bool) -> Any:
+            time.sleep(seconds * batch.rows)
+            if worker == 2 and batch.rows > most:
+                raise MemoryError
+            return plain_step(trainer.engine, batch, at, stop)
+
+        trainer.engine.step = step
+
+    Trainer._set_shares = set_shares  # type: ignore[method-assign]
+    changes = {} if variant is None else trainings.variant_of(variant)
+    changes = {"epochs": LONG, "balance": "auto", **changes, "callbacks": [Telling()]}
+    training = trainings.make_training(data, folder, **changes)
+    return {**trainings.outcome(training), "shares": shares}

@@ -35,7 +35,7 @@ def test_none_given_is_none_set_and_stays_so_in_copies(kind: Any) -> None:
         ("batch_sise", "did you mean 'batch_size'"),
         ("EPOCHS", "did you mean 'epochs'"),
         ("Seed", "did you mean 'seed'"),
-        ("zzz", "it has accumulation_steps, allow_nan_loss, amp, batch_size"),
+        ("zzz", "it has accumulation_steps, allow_nan_loss, amp, balance"),
     ],
 )
 def test_unknown_name_is_reported_with_the_right_one(name: str, hint: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -98,6 +99,16 @@ def test_progress_is_of_the_epoch_that_runs_and_then_of_the_last() -> None:
         "count": 1,
         "rows": [{"epoch": 0, "seconds": 2.0, "values": {"loss": 0.5}}],
     }
+
+
+def test_workers_have_the_seconds_of_a_step_that_they_work_and_wait() -> None:
+    made = model()
+    made.live(LiveProgress(0, 3, "train", 1, 10, {}, 0.03, (0.01, 0.03)), 1.0)
+    both = [worker(1, "a", 0), worker(2, "b", 1)]
+    rows = document(made, 2.0, both)["workers"]["rows"]
+    assert [(row["work_s"], row["wait_s"]) for row in rows] == [(0.01, 0.02), (0.03, 0.0)]
+    other = document(made, 2.0, both[:1], totals=replace(TOTALS, size=1))["workers"]["rows"]
+    assert [(row["work_s"], row["wait_s"]) for row in other] == [(None, None)], "of another world"
 
 
 def test_live_progress_of_a_lost_rank_0_does_not_turn_back_the_epoch() -> None:

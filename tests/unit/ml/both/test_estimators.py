@@ -69,6 +69,11 @@ def test_trained_weights_depend_on(name: str, framework: Any, fit: Any, plain: A
     assert framework.estimators.weights_of(model) != framework.estimators.weights_of(plain)
 
 
+def test_shares_by_speed_are_a_setting_of_the_training(fit: Any) -> None:
+    _, made = fit(balance="auto", epochs=1)
+    assert made.training.balance == "auto"
+
+
 def test_verbose_prints_a_line_for_each_epoch(fit: Any, capsys: pytest.CaptureFixture[str]) -> None:
     fit(verbose=1)
     assert capsys.readouterr().out.count("epoch ") == 2
@@ -167,5 +172,5 @@ def test_output_columns_have_the_chosen_names_and_types(plain: Any) -> None:
 
 def test_settings_of_transform_go_with_the_model(fit: Any) -> None:
     model, _ = fit(inference_fn=scaled, transform_batch_size=7, transform_threads=2, transform_device="cpu", epochs=1)
-    assert model._predictor().args[1:] == ("cpu", 2)
+    assert model._predictor().args[1:3] == ("cpu", 2)
     assert (model.getInferenceFn(), model.getTransformBatchSize()) == (scaled, 7)

@@ -1,12 +1,13 @@
 """The same training in worlds that differ, grow and break: real processes, real kills, one result."""
 
 import itertools
+import random
 
 import pytest
 
 from spark_elastic.data.dataset import Dataset
 from tests.nightly import by_night
-from tests.unit.ml.in_worlds import EPOCHS, STEPS_AN_EPOCH, close
+from tests.unit.ml.in_worlds import BATCH, EPOCHS, LONG, STEPS_AN_EPOCH, close, in_worker_with_shares, kill_and_add
 from tests.unit.worlds import WorldDriver, together
 
 FIRST, LAST = 1, 3
@@ -79,3 +80,64 @@ def test_new_workers_take_over_the_state_and_change_nothing(framework, data, tmp
         for result in results:
             assert result["epochs counted"] == EPOCHS
             framework.trainings.assert_as_undisturbed(result, tmp_path, undisturbed)
+
+
+# --- shares by speed --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def long_undisturbed(framework, data, tmp_path_factory):
+    """The outcome and weights of a longer training in a world of one, with equal shares."""
+    folder, trainings = tmp_path_factory.mktemp(f"{framework.name}-long"), framework.trainings
+    return trainings.alone(trainings.make_training(data, folder, epochs=LONG)), trainings.weights(folder)
+
+
+SHARED = [
+    *(
+        ("torch", name)
+        for name in (None, "accumulation", "batch normalisation", "metrics with states", "class weights")
+    ),
+    ("torch", "rare sparse gradients"),
+    ("torch", "rows in windows, in parts"),
+    *(("keras", name) for name in (None, "two outputs", "parts, bounds and another seed", "divided by sample weights")),
+]
+"""Trainings whose results must not depend on the shares."""
+
+
+@pytest.mark.parametrize(
+    ("framework", "variant"), by_night(SHARED, but=[("torch", "batch normalisation")]), indirect=["framework"]
+)
+def test_slow_worker_takes_fewer_rows_and_changes_nothing(framework, variant, data, tmp_path):
+    trainings = framework.trainings
+    changes = {} if variant is None else trainings.variant_of(variant)
+    alone = trainings.make_training(data, tmp_path / "alone", epochs=LONG, **changes)
+    expected = trainings.alone(alone), trainings.weights(tmp_path / "alone")
+    results = together(in_worker_with_shares, framework.name, data, tmp_path / "three", variant, count=3)
+    for result in results:
+        trainings.assert_as_undisturbed(result, tmp_path / "three", expected)
+        assert result["shares"] == results[0]["shares"]
+    assert results[0]["shares"][0] is None
+    assert any(each[0] < min(each[1:]) for each in results[0]["shares"] if each)
+
+
+def test_worker_without_memory_for_more_rows_takes_no_more_than_an_equal_share(
+    framework, data, tmp_path, long_undisturbed
+):
+    equal = BATCH // 3
+    for result in together(in_worker_with_shares, framework.name, data, tmp_path, None, equal, count=3):
+        framework.trainings.assert_as_undisturbed(result, tmp_path, long_undisturbed)
+        shares = result["shares"]
+        tried = next(at for at, each in enumerate(shares) if each and each[1] > equal)
+        assert shares[tried + 1] is None, "a new world"
+        assert all(each[1] <= equal for each in shares[tried + 2 :] if each)
+
+
+@pytest.mark.parametrize("seed", by_night(range(8), but=[0]))
+def test_kills_and_arrivals_with_unequal_shares_change_nothing(seed, framework, data, tmp_path, long_undisturbed):
+    start = (in_worker_with_shares, framework.name, data, tmp_path)
+    with WorldDriver(start_with=3) as driver:
+        driver.start(*start, count=3)
+        driver.wait(lambda: any(driver.told("shares")))
+        kill_and_add(driver, random.Random(seed), lambda: driver.start(*start))
+        for result in driver.results(1):
+            framework.trainings.assert_as_undisturbed(result, tmp_path, long_undisturbed)

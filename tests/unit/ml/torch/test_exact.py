@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.unit.exact.loops import digest
 from tests.unit.ml.in_worlds import Telling, kill_and_add
 from tests.unit.ml.torch import trainings
 from tests.unit.ml.torch.estimators import estimator, make_set
+from tests.unit.world_link import tell
 from tests.unit.worlds import WorldDriver, together
 
 
@@ -110,7 +112,10 @@ def make(data: Path, folder: Path, variant: str, virtual: int, **more: Any) -> A
 
 def outcome(data: Path, folder: Path, variant: str, virtual: int, **more: Any) -> str:
     """The hash of the history, the weights and buffers, and of all that the last checkpoint has."""
-    training = make(data, folder, variant, virtual, **more)
+    return digest_of(make(data, folder, variant, virtual, **more), folder)
+
+
+def digest_of(training: Any, folder: Path) -> str:
     result = trainings.outcome(training)
     result = {name: each for name, each in result.items() if name not in ("size", "caused_divergence")}
     model = torch.load(folder / MODEL_FILE, weights_only=True)
@@ -180,6 +185,35 @@ def storm(seed: int, sets: Path, folder: Path, expected: dict[tuple[str, int], s
 @pytest.mark.parametrize("seed", by_night(range(3), but=[0]))
 def test_kills_and_arrivals_change_no_bit(seed, sets, tmp_path):
     storm(seed, sets, tmp_path, {})
+
+
+def slowed(data: Path, folder: Path, variant: str, virtual: int) -> str:
+    """Train with virtual workers dealt by speed; the second worker takes three times as long for a row."""
+    from spark_elastic.ml.torch.exact import ExactTorchEngine
+    from tests.unit.world_link import link
+
+    row_s = 6e-3 if link().worker == 2 else 2e-3
+    plain_set_world = ExactTorchEngine.set_world
+
+    def set_world(engine: Any, rank: int, size: int, shares: Any = None) -> None:
+        plain_set_world(engine, rank, size, shares)
+        tell("shares", shares)
+
+    ExactTorchEngine.set_world = set_world  # type: ignore[method-assign]
+    training = make(data, folder, variant, virtual, balance="auto")
+    training.model.register_forward_pre_hook(lambda model, inputs: time.sleep(row_s * len(inputs[0])))
+    return digest_of(training, folder)
+
+
+def test_shards_that_are_dealt_by_speed_change_no_bit(sets, tmp_path):
+    variant = next(iter(VARIANTS))
+    expected = alone(sets, tmp_path / "1", variant, 12)
+    with WorldDriver(start_with=3) as driver:
+        driver.start(slowed, sets, tmp_path / "3", variant, 12, count=3)
+        assert driver.results(3) == [expected] * 3
+        dealt = [shares for shares in driver.told("shares") if shares]
+    assert any(shares[1] < min(shares[0], shares[2]) for shares in dealt)
+    assert optimizer_of(tmp_path / "3") == optimizer_of(tmp_path / "1")
 
 
 # --- the estimator ------------------------------------------------------------------------------------

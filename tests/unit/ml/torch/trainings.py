@@ -305,6 +305,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "metrics with states": {"metrics": {"by_class": SumMetric(), "outputs": ListMetric()}},
     "sample weights": {"weighted": True},
     "no prefetch": {"prefetch": 0},
+    "rows in windows, in parts": {"order": "lanes", "accumulation_steps": 2},
     "clipped, for the last layer alone": {"optimizer": of_last_layer, "gradient_clip_norm": 0.05},
     "a batch larger than the set": {"batch_size": 1000},
     "batches of two rows, fewer than workers": {"batch_size": 2, "epochs": 1},
