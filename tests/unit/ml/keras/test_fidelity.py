@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.errors import InvalidSettingsError, NotPicklableError
+from spark_elastic.keras.elastic.handlers import ModelHandler
 from spark_elastic.ml.keras.fidelity import differences
 from spark_elastic.ml.keras.pickling import KerasPickle
 from tests.unit.ml.keras.estimators import HereEstimator, estimator
@@ -90,6 +92,22 @@ def test_layers_within_layers_keep_their_policy_and_flags(policy: str) -> None:
     assert not differences(model, loaded)
     assert loaded.layers[0].dense.dtype_policy.name == policy
     assert [each.path.rpartition("/")[2] for each in loaded.trainable_variables] == ["kernel"]
+
+
+class Called(keras.Model):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+
+def test_build_of_a_model_that_was_loaded_can_be_sent_to_others() -> None:
+    model = Called()
+    model(np.zeros((1, 2), "float32"))
+    loaded = KerasPickle.of(model).load()
+    assert pickle.loads(pickle.dumps(ModelHandler(loaded).metadata())) == {"input_shape": [1, 2]}
 
 
 def test_built_layer_within_a_function_keeps_its_weights() -> None:
