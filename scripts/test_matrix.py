@@ -6,9 +6,9 @@ Each row gets a virtual environment with its versions, in which the checks are r
 share Python and frameworks share one installation of those. `--record` writes what was found into docs/versions.json;
 `python docs/generate.py` makes the table of docs/versions.md from it. The exit status is 1 if a row failed.
 
-PyTorch is installed as a CPU build only ("+cpu"), from wherever pip is configured to look. Where there is none for a
-row's Python, the row runs the checks that need no PyTorch, and says so. A Python that has a torch itself, such as that
-of a distribution, lends it to its rows.
+PyTorch is installed as a CPU build ("+cpu"), from wherever pip is configured to look; the oldest, where there is none,
+with its CUDA libraries. Where there is none for a row's Python, the row runs the checks that need no PyTorch, and says
+so. A Python that has a torch itself, such as that of a distribution, lends it to its rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OF_OTHER_ENVIRONMENTS += ("SPARK_HOME", "SPARK_REMOTE", "SPARK_CONNECT_MODE_ENA
 SHOWN = ("pyspark", "torch", "keras", "tensorflow-cpu", "numpy", "pandas", "pyarrow")
 """The distributions whose versions are recorded."""
 FRAMEWORKS = ("tensorflow-cpu", "keras")
-TOOLS = ("pytest", "hypothesis", "psutil", "scikit-learn", "matplotlib")
+TOOLS = ("pytest", "hypothesis", "psutil", "scikit-learn", "matplotlib", "cryptography")
 CONNECT = ("grpcio", "grpcio-status", "googleapis-common-protos", "zstandard")
 
 
@@ -81,6 +81,7 @@ OLDEST: dict[str, str | None] = {
     "pandas": "2.0.0",
     "pyarrow": "15.0.0",
     "cloudpickle": "2.2.0",
+    "cryptography": "42.0.0",
     "tqdm": "4.64.0",
     "scikit-learn": "1.4.0",
     "scipy": "1.12.0",
@@ -227,9 +228,11 @@ def install(row: Row, folder: Path, python: str) -> tuple[Environment, list[str]
         shutil.rmtree(common.folder, ignore_errors=True)
         subprocess.run([python, "-m", "venv", *["--system-site-packages"] * lent, common.folder], check=True)
         if torch:
-            for candidate in dict.fromkeys((torch, torch_of(Row(""), text))):
+            wanted = row.pins.get("torch")  # an old one: if not as a CPU build, then with its CUDA libraries
+            for candidate in dict.fromkeys((torch, wanted or torch, torch_of(Row(""), text))):
                 with contextlib.suppress(MatrixError):
-                    common.pip("--only-binary=:all:", "--no-deps", f"torch=={candidate}")
+                    alone = ["--no-deps"] if candidate.endswith("+cpu") else []
+                    common.pip("--only-binary=:all:", *alone, f"torch=={candidate}")
                     break
         common.pip(*(f"{name}=={version}" if version else name for name, version in shared.items()))
         (common.folder / "complete").touch()
@@ -238,7 +241,7 @@ def install(row: Row, folder: Path, python: str) -> tuple[Environment, list[str]
     installed = made.versions()
     found = None if lent else installed.get("torch")
     if torch and found != torch:
-        instead = f"; {found} is in its place" if found else ""
+        instead = f"; {'that for GPUs' if found == row.pins.get('torch') else found} is in its place" if found else ""
         remarks.append(f"no CPU build of PyTorch {torch.partition('+')[0]} for Python {row.python} was found{instead}")
     limits = folder.with_suffix(".txt")
     limits.write_text(constraints_of(row, text, found))

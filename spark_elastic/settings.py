@@ -181,7 +181,13 @@ class ScalingSettings(Settings):
     """
 
     num_proc: Annotated[
-        int | None, count("workers to start with. Default: the task slots of the cluster.", 1, horovod_name="np")
+        int | None,
+        count(
+            "workers to start with. Default: the task slots of the cluster; under dynamic allocation from those of its "
+            "minExecutors to those of its maxExecutors.",
+            1,
+            horovod_name="np",
+        ),
     ] = None
     min_num_proc: Annotated[
         int | None,
@@ -271,14 +277,18 @@ class ScalingSettings(Settings):
                 "without starting again; leave it out"
             )
 
-    def resolve(self, count_slots: Callable[[], int]) -> ElasticSettings:
-        """Return the settings of the driver; `count_slots` is called if the number of workers is not given."""
+    def resolve(self, bounds: Callable[[], tuple[int, int]]) -> ElasticSettings:
+        """Return the settings of the driver; `bounds` is called if the number of workers is not given.
+
+        It returns the fewest and those to start with.
+        """
         low, start, high = self.min_num_proc, self.num_proc, self.max_num_proc
         if start is None and low is not None and low == high:
             start = low
         if start is None:
-            slots = count_slots()
+            least, slots = bounds()
             start = max(slots if high is None else min(slots, high), low or 1)
+            low = min(least, start) if low is None else low
         given = {
             f"{each.name}_s" if each.setting.unit == "seconds" else each.name: getattr(self, each.name)
             for each in declarations(ScalingSettings)

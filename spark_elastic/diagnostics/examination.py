@@ -241,6 +241,9 @@ def judge_driver(python: str, packages: Mapping[str, str]) -> Finding:
         says = f"{says}; {' and '.join(lacking)} not installed here: estimators need all three, run only pyspark"
         level = PROBLEM if "pyspark" in lacking else WARNING
         return Finding("packages", level, says, "install spark-elastic with the extra [spark]", facts)
+    if _release(packages["pyspark"]) >= (4, 1) and _release(packages["pandas"]) < (2, 2):
+        says = f"{says}; Spark {packages['pyspark']} needs pandas 2.2 or newer"
+        return Finding("packages", PROBLEM, says, "pip install 'pandas>=2.2,<3'", facts)
     return Finding("packages", OK, says, facts=facts)
 
 

@@ -102,6 +102,17 @@ def checked_status_port(name: str, value: Any) -> int | str:
     return port
 
 
+def _resources(name: str, value: Any) -> dict[str, float]:
+    if not isinstance(value, Mapping) or not value or not all(isinstance(each, str) and each for each in value):
+        raise check.wrong(name, "a dict such as {'gpu': 1, 'cpus': 4}", value)
+    for resource, amount in value.items():
+        number = 0.0 if isinstance(amount, bool) or not isinstance(amount, numbers.Real) else float(amount)
+        if not (number >= 1 and number.is_integer()) and not (resource != "cpus" and 0 < number <= 0.5):
+            wanted = "a whole number" if resource == "cpus" else "a whole number, or a share of at most 0.5"
+            raise InvalidSettingsError(f"{name}: {resource!r} must be {wanted}, not {amount!r}")
+    return {resource: float(amount) if amount < 1 else int(amount) for resource, amount in value.items()}
+
+
 def _driver_callbacks(name: str, value: Any) -> tuple[Any, ...]:
     given = (value,) if isinstance(value, DriverCallback) else value
     if not isinstance(given, (list, tuple)) or not all(isinstance(each, DriverCallback) for each in given):
@@ -197,6 +208,14 @@ class RunSettings(ScalingSettings):
             _device,
         ),
     ] = "auto"
+    resources: Annotated[
+        Mapping[str, float] | None,
+        Setting(
+            "what Spark gives to each worker's task, such as `{'gpu': 1, 'cpus': 4}`: a resource profile, for "
+            "standalone clusters, YARN and Kubernetes; use one per session. Default: what `spark.task.*` say.",
+            _resources,
+        ),
+    ] = None
     keep_workers: Annotated[
         float | None,
         Setting(
@@ -275,6 +294,8 @@ class RunSettings(ScalingSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_run_id(self.run_id, self.checkpoint_dir)
+        if self.resources is not None and self.launcher is not None:
+            raise InvalidSettingsError("resources= is for Spark's tasks; a LocalLauncher has processes; leave it out")
         if self.restart is not None and self.checkpoint_dir is not None:
             raise InvalidSettingsError(
                 "checkpoint_dir is for elastic loops (hvd.elastic.run), which restart='world' has none of: give the "

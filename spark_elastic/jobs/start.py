@@ -10,7 +10,7 @@ import itertools
 import os
 import pickle
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spark_elastic import clock
@@ -66,7 +66,7 @@ class ThisMachine:
     def __init__(self, launcher: LocalLauncher) -> None:
         self._launcher = launcher
 
-    def slots(self) -> int:
+    def worker_bounds(self) -> tuple[int, int]:
         raise InvalidSettingsError("a LocalLauncher has no slots to count; set num_proc")
 
     def fixed_slots(self) -> int | None:
@@ -105,6 +105,7 @@ def site_of(call: RunSettings) -> Site:
     cluster = checked_cluster(call.spark)
     cluster.check_platform(call.driver_host)
     cluster.apply(call.driver_host, call.ship_package)
+    cluster.take_resources(call.resources, gpu_each=call.device != "cpu")
     return cluster
 
 
@@ -122,7 +123,7 @@ def start(call: RunCall, observer: JobObserver | None = None, lease: RunLease | 
     site = site_of(call)
     if isinstance(site, Cluster):
         check_modules(site, function, call.env)
-    settings, fewer = _within(site, call.resolve(site.slots))
+    settings, fewer = _within(site, call.resolve(site.worker_bounds))
     sources: list[EventSource] = [*site.sources()]
     if call.discovery is not None:
         sources.append(HostManager(call.discovery, site.host_of))
@@ -151,7 +152,7 @@ def start(call: RunCall, observer: JobObserver | None = None, lease: RunLease | 
             printer.say(f"spark_elastic: {folder.in_words()}")
         if isinstance(site, Cluster) and call.verbose and call.device != "cpu":
             amount = site.setting("spark.task.resource.gpu.amount")
-            if says := gpus_in_words(amount):
+            if says := gpus_in_words(amount, site.resources):
                 printer.say(f"spark_elastic: {says}")
         has_page = call.status_port is not None
         if call.status_port == "auto":
@@ -263,13 +264,17 @@ def _launch_spec(
     )
 
 
-def gpus_in_words(amount: str | None) -> str:
-    """Return what follows from a task's GPUs, Spark's setting, if it is not one each; empty otherwise."""
+def gpus_in_words(amount: str | None, resources: Mapping[str, float]) -> str:
+    """Return what follows from a task's GPUs, by Spark's setting and `resources`, if it is not one each; else empty."""
+    given = f"spark.task.resource.gpu.amount={amount}"
     try:
         gpus = float(amount or 1)
     except ValueError:  # Spark refuses it
         return ""
-    given = f"spark.task.resource.gpu.amount={amount}"
+    if resources:
+        if gpus > 1 and resources.get("gpu") == 1:
+            return f"{given}: each worker gets one of them, as with resources={dict(resources)}"
+        given, gpus = f"resources={dict(resources)}", resources.get("gpu", 1)
     if gpus > 1:
         return f"{given}, and a worker computes on one GPU; set it to 1 for a worker on each"
     if 0 < gpus < 1:

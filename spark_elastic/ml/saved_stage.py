@@ -84,7 +84,8 @@ def read_stage(source: Any, path: str, *kinds: str) -> SavedStage:
     metadata = source.metadata()
     about, found = metadata.get("sparkElastic"), metadata.get("class")
     if not isinstance(about, dict) or found not in kinds:
-        raise CheckpointError(f"{path} is a saved {found!s:.200}, not a {' or '.join(kinds)}")
+        hint = _stages_in(path, metadata)
+        raise CheckpointError(f"{path} is a saved {found!s:.200}, not a {' or '.join(kinds)}{hint}")
     if about.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {about.get('format')!r:.40}; this version reads format {FORMAT}")
     try:
@@ -99,6 +100,17 @@ def read_stage(source: Any, path: str, *kinds: str) -> SavedStage:
                 "bring it back from a copy, or save it again"
             )
     return stage
+
+
+def _stages_in(path: str, metadata: Mapping[str, Any]) -> str:
+    """Return which folders of a saved PipelineModel have the stages of this package, as the end of an error."""
+    settings = metadata.get("paramMap")
+    uids = settings.get("stageUids") if isinstance(settings, dict) else None
+    if not isinstance(uids, list):
+        return ""
+    digits = len(str(len(uids)))
+    found = [f"{path}/stages/{at:0{digits}}_{uid}" for at, uid in enumerate(uids) if str(uid).startswith("Elastic")]
+    return f"; its stage is in {' and '.join(found)}" if found else ""
 
 
 @contextlib.contextmanager

@@ -99,7 +99,7 @@ class LabelParams(ElasticParams):
 class ModelParams(ElasticParams):
     """The model, its loss and metrics."""
 
-    model, getModel, setModel = setting("the model, or a function that makes it (PyTorch).", to.anything)
+    model, getModel, setModel = setting("the model, or a function that makes it.", to.anything)
     optimizer, getOptimizer, setOptimizer = setting("the optimizer.", to.anything)
     loss, getLoss, setLoss = setting("the loss, or a list with one for each label.", to.anything)
     loss_weights, getLossWeights, setLossWeights = setting(
@@ -220,7 +220,7 @@ class ClusterParams(ElasticParams):
     """Workers, elasticity and printed progress."""
 
     num_proc, getNumProc, setNumProc = setting(
-        "workers to start with. Default: the task slots of the cluster.", to.whole(at_least=1)
+        "workers to start with. Default: the task slots, or the bounds of dynamic allocation.", to.whole(at_least=1)
     )
     min_num_proc, getMinNumProc, setMinNumProc = setting(
         "fewest workers to continue with. Default: num_proc.", to.whole(at_least=1)

@@ -6,13 +6,14 @@ import dataclasses
 import logging
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.errors import InvalidSettingsError, NoSparkContextError
 from spark_elastic.membership.launcher import Launcher, OnEnded
 from spark_elastic.membership.reasons import counted
+from spark_elastic.redaction import first_line
 from spark_elastic.spark import jvm
 from spark_elastic.spark.agent_task import AgentEntry
 from spark_elastic.spark.cluster import Cluster, SlotCount, TaskRun
@@ -45,6 +46,7 @@ class ClassicCluster(Cluster):
     needed_by_workers = NEEDED
 
     context: SparkContext
+    _profile: Any = None
 
     # --- the session ------------------------------------------------------------------------------
 
@@ -134,6 +136,8 @@ class ClassicCluster(Cluster):
     def _rows_of_tasks(self, task: Callable[[Any], Any], width: int | None, barrier: bool) -> list[Any]:
         count = int(self.context.defaultParallelism) if width is None else width
         rows: Any = self.context.parallelize(range(count), count)
+        if width is not None and self._profile is not None:  # they look at what a worker gets
+            rows.withResources(self._profile)
         found: list[Any] = (rows.barrier() if barrier else rows).mapPartitions(task).collect()
         return found
 
@@ -154,41 +158,69 @@ class ClassicCluster(Cluster):
 
     # --- slots ------------------------------------------------------------------------------------
 
+    def take_resources(self, given: Mapping[str, float] | None, gpu_each: bool) -> None:
+        self._profile, self.resources = None, {}
+        shared = int(float(self.setting("spark.task.resource.gpu.amount", "0") or 0)) if gpu_each else 0
+        wanted = dict(given or {"gpu": 1, "cpus": max(self._task_cpus // max(shared, 1), 1)})
+        if given is None and (shared < 2 or self.is_local):
+            return
+        if self.is_local:
+            raise InvalidSettingsError(
+                f"resources={wanted}: a local master gives tasks no resources; leave it out, and set spark.task.cpus"
+            )
+        try:
+            self._profile = jvm.task_profile(self.context, wanted, self.allocates_dynamically())
+        except Exception as error:  # Spark's, in Java
+            method, java = refused_call(error), getattr(error, "java_exception", None)
+            why = not_allowed(method) if method else first_line((java and java.getMessage()) or error)
+            if given is not None:
+                raise InvalidSettingsError(f"resources={wanted}: {why}") from None
+            log.info("workers get the session's %d GPUs each: %s", shared, why)
+            return
+        self.resources = wanted
+
+    @property
+    def _task_cpus(self) -> int:
+        return int(self.resources.get("cpus") or self.setting("spark.task.cpus", "1") or 1)
+
     def count_slots(self) -> SlotCount:
         """Asks the scheduler, which takes milliseconds."""
         context = jvm.jvm_context(self.context)
-        now = jvm.slots_now(self.context)
+        now = jvm.slots_now(self.context, self._profile)
         known = None if self.is_local else jvm.executor_ids(self.context)
         executors = "executors" if known is None else counted(len(known), "executor")
-        cpus = self.setting("spark.task.cpus", "1")
         slots = "an unknown number of" if now is None else now
-        where = f"{'1 executor' if self.is_local else executors} with {slots} slots in all (spark.task.cpus={cpus})"
+        a_task = f"resources={self.resources}" if self.resources else f"spark.task.cpus={self._task_cpus}"
+        where = f"{'1 executor' if self.is_local else executors} with {slots} slots in all ({a_task})"
         if not self.allocates_dynamically():
             return SlotCount(now, now, where)
         most_executors = self.setting("spark.dynamicAllocation.maxExecutors")
         if most_executors is None:
             return SlotCount(now, None, where)
-        per_executor = jvm.if_allowed(
-            lambda: int(context.resourceProfileManager().defaultResourceProfile().maxTasksPerExecutor(context.conf())),
-            None,
-        )
+        per_executor = jvm.if_allowed(lambda: self._slots_per_executor(context), None)
         if per_executor is None:
             return SlotCount(now, None, where)
         return SlotCount(now, max(int(most_executors) * per_executor, now or 0), where)
 
+    def _slots_per_executor(self, context: Any) -> int | None:
+        """Return the slots of a new executor; None if it has all the cores of its machine."""
+        profile = jvm.java_profile(context, self._profile)
+        slots = int(profile.maxTasksPerExecutor(context.conf()))
+        return slots if profile.isCoresLimitKnown() else None
+
     def fixed_slots(self) -> int | None:
-        now = jvm.slots_now(self.context)
+        now = jvm.slots_now(self.context, self._profile)
         if self.is_local or now is None:
             return now
         sizes = _LOCAL_CLUSTER.fullmatch(self.master)
         if sizes is None or self.allocates_dynamically():
             return None
-        return max(int(sizes[1]) * (int(sizes[2]) // int(self.setting("spark.task.cpus", "1") or 1)), now)
+        return max(int(sizes[1]) * (int(sizes[2]) // self._task_cpus), now)
 
     def slots_free(self) -> int | None:
         scheduler = jvm.jvm_context(self.context).taskScheduler
         running = jvm.if_allowed(lambda: str(scheduler().runningTasksByExecutors().values().mkString(" ")), None)
-        now = jvm.slots_now(self.context)
+        now = jvm.slots_now(self.context, self._profile)
         return None if running is None or now is None else max(0, now - sum(map(int, running.split())))
 
     def executors(self) -> frozenset[str] | None:
@@ -213,6 +245,7 @@ class ClassicCluster(Cluster):
             ended,
             shared=function,
             description=f"spark_elastic job {spec.job}",
+            profile=self._profile,
         )
 
     def sources(self) -> list[ExecutorWatch]:

@@ -10,7 +10,7 @@ import importlib
 import re
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -67,6 +67,8 @@ class Cluster(abc.ABC):
     def __init__(self, context: Any) -> None:
         self.context = context
         """The SparkContext, or the session of Spark Connect, which has none."""
+        self.resources: dict[str, float] = {}
+        """What each worker's task gets; empty: what the session's settings say."""
 
     # --- the session ------------------------------------------------------------------------------
 
@@ -247,6 +249,17 @@ class Cluster(abc.ABC):
             raise InvalidSettingsError("the cluster has no task slot at the moment; give num_proc to wait for some")
         return now
 
+    def worker_bounds(self) -> tuple[int, int]:
+        """Return the fewest workers and those to start with, if the user gives none: those of dynamic allocation.
+
+        Without it, or if it has no upper bound, both are the slots that there are.
+        """
+        if self.allocates_dynamically() and (most := self.count_slots().most):
+            low, high = (int(self.setting(f"spark.dynamicAllocation.{end}Executors") or 0) for end in ("min", "max"))
+            return max(low * most // max(high, 1), 1), most
+        now = self.slots()
+        return now, now
+
     def load(self, pending: int) -> str:
         """Return how busy the cluster is, in words, to be shown with a wait; empty if no task of the job is pending."""
         if not pending:
@@ -266,6 +279,17 @@ class Cluster(abc.ABC):
             given = "driver_host" if driver_host is not None else "ship_package"
             raise InvalidSettingsError(
                 f"{given} is for Spark Connect; a classic session has spark.driver.host and spark.submit.pyFiles"
+            )
+
+    def take_resources(self, given: Mapping[str, float] | None, gpu_each: bool) -> None:
+        """Have each worker's task get these resources; with `gpu_each` one GPU, of those that Spark gives to a task.
+
+        Raises:
+            InvalidSettingsError: Spark cannot give them to tasks here.
+        """
+        if given is not None:
+            raise InvalidSettingsError(
+                "resources= needs a classic session; on Spark Connect's server, set spark.task.*"
             )
 
     def check_platform(self, driver_host: str | None) -> None:  # noqa: B027

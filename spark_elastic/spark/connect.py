@@ -126,6 +126,9 @@ class ConnectCluster(Cluster):
     def count_slots(self) -> SlotCount:
         """A query without a shuffle is planned with as many tasks as there are cores, and the plan says how many."""
         most, where = self.fixed_slots(), f"master {self.master}"
+        high, cores = (self.setting(f"spark.{name}") for name in ("dynamicAllocation.maxExecutors", "executor.cores"))
+        if high and cores and self.allocates_dynamically():
+            most = int(high) * (int(cores) // self._task_cpus)
         for name in ("spark.default.parallelism", "spark.sql.leafNodeDefaultParallelism"):
             if self.setting(name) is not None:
                 return SlotCount(most, most, where)

@@ -31,7 +31,7 @@ _DEFAULT = "python3"
 _VERSION_DIFFERS = re.compile(r"PYTHON_VERSION_MISMATCH|Python in worker has different version")
 _NOT_RUN = re.compile(r'Cannot run program "([^"]*)"')
 _NOT_STARTED = "Error from python worker"
-_NO_ARROW = re.compile(r"No module named '(pandas|pyarrow)'|(PyArrow|Pandas) >= \S+ must be installed")
+_NO_ARROW = re.compile(r"No module named '(pandas|pyarrow)'|((?:PyArrow|Pandas) >= \S+) must be installed")
 
 
 def choose_python(context: Any) -> bool:
@@ -94,7 +94,7 @@ def python_error_of(error: BaseException, python: str, *, on_connect: bool = Fal
     elif _NOT_STARTED in text:
         problem = "it does not start"
     elif found := _NO_ARROW.search(text):
-        problem = f"it has no {(found[1] or found[2]).lower()}, or a version that is too old"
+        problem = f"it has no {(found[1] or found[2]).lower()}" + (", but an older version or none" if found[2] else "")
     return _python_error(theirs, problem, on_connect) if problem else None
 
 

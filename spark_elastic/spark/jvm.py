@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from spark_elastic.membership.reasons import LossCause, LossKind, reported
@@ -87,19 +87,54 @@ def close_connection(context: Any) -> None:
 # --- slots --------------------------------------------------------------------------------------
 
 
-def slots_now(sc: SparkContext) -> int | None:
+_profiles: dict[tuple[Any, ...], Any] = {}
+"""By application and resources: Spark forgets none, and dynamic allocation starts executors for each."""
+
+
+def task_profile(sc: SparkContext, resources: Mapping[str, float], dynamic: bool) -> Any:
+    """Return the profile of tasks with these resources ("cpus", "gpu"); raise Spark's error if it refuses them.
+
+    Under dynamic allocation its executors have what the session's settings say of those resources.
+    """
+    known = (sc.applicationId, *sorted(resources.items()))
+    if known in _profiles:
+        return _profiles[known]
+    from pyspark.resource import ExecutorResourceRequests, ResourceProfileBuilder, TaskResourceRequests
+
+    tasks, executors = TaskResourceRequests(), ExecutorResourceRequests()
+    for name, amount in resources.items():
+        if name == "cpus":
+            tasks.cpus(int(amount))
+            continue
+        tasks.resource(name, amount)
+        asked = [
+            setting_of(sc, f"spark.executor.resource.{name}.{each}") for each in ("amount", "discoveryScript", "vendor")
+        ]
+        executors.resource(name, int(asked[0] or 0), asked[1] or "", asked[2] or "")
+    builder = ResourceProfileBuilder().require(tasks)
+    profile = (builder.require(executors) if dynamic else builder).build
+    jvm_context(sc).resourceProfileManager().addResourceProfile(profile._java_resource_profile)
+    return _profiles.setdefault(known, profile)
+
+
+def slots_now(sc: SparkContext, profile: Any = None) -> int | None:
     """Return the slots of all active executors: without those that are lost, removed or decommissioned.
 
-    Where the scheduler may not be asked, by the executors' cores; None if their number is hidden by a setting.
+    `profile`: that of the tasks; None: the session's. Where the scheduler may not be asked, by the executors' cores;
+    None if their number is hidden by a setting.
     """
     context = jvm_context(sc)
-    slots = if_allowed(
-        lambda: int(context.maxNumConcurrentTasks(context.resourceProfileManager().defaultResourceProfile())), None
-    )
+    slots = if_allowed(lambda: int(context.maxNumConcurrentTasks(java_profile(context, profile))), None)
     if slots is not None or setting_of(sc, "spark.default.parallelism") is not None:
         return slots
     cores = if_allowed(lambda: int(context.defaultParallelism()), None)
     return None if cores is None else cores // int(setting_of(sc, "spark.task.cpus", "1") or 1)
+
+
+def java_profile(context: Any, profile: Any) -> Any:
+    """Return a profile as the JVM has it; of None, the session's."""
+    manager = context.resourceProfileManager()
+    return manager.defaultResourceProfile() if profile is None else profile._java_resource_profile
 
 
 def executor_ids(sc: SparkContext) -> list[str] | None:

@@ -71,6 +71,8 @@ class SparkLauncher:
     executors' block managers, and passed to `agent_entry` as the fourth argument."""
     description: str
     """Text in Spark's UI before ": worker slot 3"."""
+    profile: Any = None
+    """PySpark's, of what a slot's task gets; None: what the session's settings say."""
 
     def __post_init__(self) -> None:
         # The monitor of a cancelled task may kill a Python worker that has been reused by then (SPARK-54217).
@@ -78,7 +80,7 @@ class SparkLauncher:
         """True: agents run in Python workers that no other task uses."""
         self._broadcast: Any = None
         self._group_prefix = f"spark_elastic-{uuid.uuid4().hex[:12]}"
-        self._jobs = SlotJobs(self.sc)
+        self._jobs = SlotJobs(self.sc, self.profile)
         self._changed = threading.Condition()
         # --- under its lock ---
         self._running: dict[SlotId, _Launch] = {}

@@ -60,8 +60,10 @@ class SlotJobs:
     calls everything else: `open` first, `close` last.
     """
 
-    def __init__(self, sc: SparkContext) -> None:
+    def __init__(self, sc: SparkContext, profile: Any = None) -> None:
         self._sc = sc
+        self._profile = profile
+        """PySpark's, of what a task gets; None: what the session's settings say."""
         self._context: Any = jvm_context(sc)  # PySpark drops it when the context is stopped; the ends come later
         self._properties: Any = self._context.getLocalProperties().clone()
         self._listener: BusListener | None = None
@@ -74,6 +76,8 @@ class SlotJobs:
         jvm: Any = self._sc._jvm
         self._source: Any = self._sc.parallelize([0], 1)
         """The RDD of one row that the tasks are functions of; one for all jobs."""
+        if self._profile is not None:
+            self._source.withResources(self._profile)
         self._source.ctx = source_context
         self._seconds: Any = if_allowed(lambda: jvm.java.util.concurrent.TimeUnit.SECONDS, None)
         # No interruptOnCancel: an interrupt does not reach the Python process any sooner. With or without it the

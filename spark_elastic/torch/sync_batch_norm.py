@@ -132,12 +132,19 @@ class SyncBatchNorm(_BatchNorm):
 def unconverted(module: torch.nn.Module) -> list[str]:
     """Return the names of layers with batch statistics that `convert_sync_batchnorm` leaves as they are."""
     return [
-        f"{name or 'the model itself'} ({type(each).__name__})"
+        f"{name or 'the model itself'} ({_scripted(each) or type(each).__name__})"
         for name, each in module.named_modules()
-        if not isinstance(each, SyncBatchNorm)
-        and (isinstance(each, _BatchNorm) or str(getattr(each, "original_name", "")).startswith("BatchNorm"))
-        and not _is_convertible(each)
+        if is_batch_norm(each) and not isinstance(each, SyncBatchNorm) and not _is_convertible(each)
     ]
+
+
+def is_batch_norm(module: torch.nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) or _scripted(module).startswith("scripted BatchNorm")
+
+
+def _scripted(module: torch.nn.Module) -> str:
+    """Return the former class of a module that TorchScript has compiled or traced; "" for others."""
+    return f"scripted {getattr(module, 'original_name', '')}" if isinstance(module, torch.jit.ScriptModule) else ""
 
 
 # --- conversion -----------------------------------------------------------------------------------

@@ -60,6 +60,11 @@ def nothing():
         ({"nics": ["eth0", ""]}, "nics must be names"),
         ({"fn": None}, r"must be the function itself, not None \(NoneType\)"),
         ({"launcher": "local"}, "launcher must be a LocalLauncher"),
+        ({"resources": ["gpu"]}, r"resources must be a dict such as \{'gpu': 1, 'cpus': 4\}, not \['gpu'\]"),
+        ({"resources": {"gpu": 0.75}}, "resources: 'gpu' must be a whole number, or a share of at most 0.5, not 0.75"),
+        ({"resources": {"cpus": 0.5}}, "resources: 'cpus' must be a whole number, not 0.5"),
+        ({"resources": {"cpus": "4"}}, "resources: 'cpus' must be a whole number, not '4'"),
+        ({"resources": {"gpu": 1}}, "resources= is for Spark's tasks; a LocalLauncher has processes"),
         ({"restart": "all"}, r"restart must be 'world' \(.*\) or None, not 'all'"),
         ({"restart_interval": 60}, "restart_interval=60 without restart='world'.*leave it out"),
         ({"restart": "world", "restart_interval": 0}, "restart_interval must be a positive number of seconds"),
@@ -82,7 +87,7 @@ def test_numpy_numbers_become_plain_ones():
         heartbeat_timeout=np.float32(5),
         cooldown_range=[np.float64(1), 2],
     )
-    settings = given.resolve(lambda: 9)
+    settings = given.resolve(lambda: (9, 9))
     assert settings == ElasticSettings(2, 1, 3, heartbeat_timeout_s=5.0, cooldown_range_s=(1.0, 2.0))
     assert {type(settings.num_proc), type(settings.min_num_proc), type(settings.max_num_proc)} == {int}
     assert type(settings.heartbeat_timeout_s) is float
@@ -106,7 +111,7 @@ def test_help_of_run_explains_every_setting():
 def test_every_scaling_setting_reaches_the_membership_machine():
     given = {each.name: default(each) for each in declarations(ScalingSettings)}
     assert len(given) == 12
-    resolved = dataclasses.asdict(ScalingSettings(**given).resolve(lambda: 9))
+    resolved = dataclasses.asdict(ScalingSettings(**given).resolve(lambda: (9, 9)))
     assert {name.removesuffix("_s"): value for name, value in resolved.items()}.items() >= given.items()
 
 
@@ -125,18 +130,23 @@ def default(declaration):
 
 
 @pytest.mark.parametrize(
-    ("given", "resolved"),
+    ("given", "bounds", "resolved"),
     [
-        ({}, (4, 4, 4)),
-        ({"min_num_proc": 2}, (4, 2, 4)),
-        ({"max_num_proc": 3}, (3, 3, 3)),
-        ({"max_num_proc": 9}, (4, 4, 9)),
-        ({"min_num_proc": 6}, (6, 6, 6)),
-        ({"num_proc": 2, "max_num_proc": 3}, (2, 2, 3)),
+        ({}, (4, 4), (4, 4, 4)),
+        ({"min_num_proc": 2}, (4, 4), (4, 2, 4)),
+        ({"max_num_proc": 3}, (4, 4), (3, 3, 3)),
+        ({"max_num_proc": 9}, (4, 4), (4, 4, 9)),
+        ({"min_num_proc": 6}, (4, 4), (6, 6, 6)),
+        ({"num_proc": 2, "max_num_proc": 3}, (4, 4), (2, 2, 3)),
+        ({}, (2, 8), (8, 2, 8)),  # of dynamic allocation
+        ({"max_num_proc": 4}, (2, 8), (4, 2, 4)),
+        ({"max_num_proc": 1}, (2, 8), (1, 1, 1)),
+        ({"min_num_proc": 3}, (2, 8), (8, 3, 8)),
+        ({"num_proc": 5}, (2, 8), (5, 5, 5)),
     ],
 )
-def test_number_of_workers_defaults_to_the_slots_within_the_bounds(given, resolved):
-    settings = ScalingSettings(**given).resolve(lambda: 4)
+def test_number_of_workers_defaults_to_the_slots_within_the_bounds(given, bounds, resolved):
+    settings = ScalingSettings(**given).resolve(lambda: bounds)
     assert (settings.num_proc, settings.min_num_proc, settings.max_num_proc) == resolved
 
 

@@ -84,17 +84,21 @@ def test_a_job_on_cpus_hides_the_gpus_from_its_workers_and_one_task_sees_its_own
 
 
 @pytest.mark.parametrize(
-    ("amount", "says"),
+    ("amount", "resources", "says"),
     [
-        (None, ""),
-        ("1", ""),
-        ("1.0", ""),
-        ("0", ""),
-        ("many", ""),
-        ("2", "spark.task.resource.gpu.amount=2, and a worker computes on one GPU"),
-        ("0.25", "workers that share a GPU reduce gradients through the hosts' memory"),
+        (None, {}, ""),
+        ("1.0", {}, ""),
+        ("0", {}, ""),
+        ("many", {}, ""),
+        (None, {"cpus": 2}, ""),
+        ("0.5", {"gpu": 1}, ""),
+        ("2", {}, "spark.task.resource.gpu.amount=2, and a worker computes on one GPU; set it to 1"),
+        ("2", {"gpu": 1, "cpus": 3}, "amount=2: each worker gets one of them, as with resources={'gpu': 1, 'cpus': 3}"),
+        ("0.25", {}, "spark.task.resource.gpu.amount=0.25: workers that share a GPU reduce gradients through"),
+        ("1", {"gpu": 2}, "resources={'gpu': 2}, and a worker computes on one GPU; set it to 1"),
+        ("1", {"gpu": 0.5}, "resources={'gpu': 0.5}: workers that share a GPU reduce gradients through"),
     ],
 )
-def test_a_job_whose_tasks_have_not_one_gpu_each_says_what_follows(amount, says):
-    assert says in gpus_in_words(amount)
-    assert bool(says) == bool(gpus_in_words(amount))
+def test_a_job_whose_tasks_have_not_one_gpu_each_says_what_follows(amount, resources, says):
+    assert says in gpus_in_words(amount, resources)
+    assert bool(says) == bool(gpus_in_words(amount, resources))

@@ -68,7 +68,7 @@ def use(model: ElasticTorchModel) -> None:
     ElasticKerasEstimator(output_type="vectors")
     spark_elastic.run(print, num_procs=2)
     spark_elastic.run(print, num_proc="2")
-    spark_elastic.run_async("train", num_proc=2)
+    spark_elastic.run_async(3, num_proc=2)
     model.histry
     model.history["loss"][0].upper()
     model.setOutputCol("logits")

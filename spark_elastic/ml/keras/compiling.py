@@ -133,17 +133,40 @@ def build_for(
     try:
         with Flags.of(model).creating():
             copied = keras.saving.deserialize_keras_object(config, custom_objects=objects, safe_mode=False)
-        rows = [np.zeros((1, *field.shape), field.dtype) for field in inputs]
-        try:
-            copied(inputs_of(copied, rows))
-        except Exception as error:
-            shapes = ", ".join(f"{field.name} {field.dtype} {[1, *field.shape]}" for field in inputs)
-            raise InvalidSettingsError(
-                f"the model is not built, and cannot be built for rows of these columns ({shapes}): {error}"
-            ) from error
+        build(copied, [(field.dtype, field.shape) for field in inputs])
     finally:
         random.setstate(before)
     return copied
+
+
+def check_takes_any_rows(model: Any) -> None:
+    """Raise InvalidSettingsError if an input of a model has a fixed number of rows."""
+    for each in getattr(model, "inputs", None) or ():
+        if each.shape[0] is not None:
+            raise InvalidSettingsError(
+                f"the model's input {each.name} takes batches of {each.shape[0]} rows only, but workers take shares of "
+                "a batch that have any size; create it with shape= instead of batch_shape="
+            )
+
+
+def is_built(model: Any) -> bool:
+    """Return whether a model has its weights."""
+    # build() of a subclass without a build of its own only says that it is built
+    return bool(model.built and (model.variables or all(each.built for each in model._flatten_layers())))
+
+
+def build(model: Any, inputs: Sequence[tuple[str, Sequence[int]]]) -> None:
+    """Build a model by a call with a row of zeros; `inputs` are the dtype and the shape of a row of each input."""
+    rows = [np.zeros((1, *shape), dtype) for dtype, shape in inputs]
+    try:
+        if isinstance(model, keras.Sequential) and len(rows) == 1:
+            model.build((None, *rows[0].shape[1:]))  # the call alone would fix the number of rows
+        model(inputs_of(model, rows))
+    except Exception as error:
+        shapes = ", ".join(f"features_{at} {each.dtype} {list(each.shape)}" for at, each in enumerate(rows))
+        raise InvalidSettingsError(
+            f"the model is not built, and cannot be built for rows of these columns ({shapes}): {error}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +186,7 @@ def compile_arguments(model: Any, **settings: Any) -> CompileArguments:
     given = {name: value if value is not None else own.get(name) for name, value in settings.items()}
     if settings.get("loss") is not None and settings.get("loss_weights") is None:
         given["loss_weights"] = None  # the model's weights belong to the model's losses
-    optimizer = given["optimizer"] = _optimizer_of(given.get("optimizer"))
+    optimizer = given["optimizer"] = optimizer_of(given.get("optimizer"))
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer is own.get("optimizer")
     if model.dtype_policy.name == "mixed_float16" and not scaled:  # as `compile` does
         given["optimizer"] = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
@@ -203,7 +226,7 @@ def build_optimizer(model: Any, values: Sequence[Any] | None) -> None:
         variable.assign(value)
 
 
-def _optimizer_of(given: Any) -> Any:
+def optimizer_of(given: Any) -> Any:
     """Look up the optimizer of a name or configuration; return an instance itself; else raise InvalidSettingsError."""
     if given is None:
         raise InvalidSettingsError(

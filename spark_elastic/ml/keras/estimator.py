@@ -50,6 +50,8 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
     could not continue.
 
     Args:
+        model: A model; or a function, or class, that returns one, called with the shapes of the inputs (the rows are
+            -1), or without arguments. Workers call it too, so Keras need not be able to save such a model.
         optimizer: As in `keras.Model.compile`; so are `loss`, `loss_weights`, `metrics` and `weighted_metrics`, with
             names, lists, and dicts by output.
         feature_cols: Columns of the inputs. A column with the name of an input goes to it, the others in the order of
@@ -101,7 +103,7 @@ class ElasticKerasEstimator(ElasticEstimator[ElasticKerasModel]):
     def __init__(
         self,
         *,
-        model: keras.Model | None = None,
+        model: keras.Model | Callable[..., keras.Model] | None = None,
         optimizer: keras.Optimizer | str | Mapping[str, Any] | None = None,
         loss: KerasLoss | Sequence[KerasLoss | None] | Mapping[str, KerasLoss | None] | None = None,
         loss_weights: Sequence[float] | Mapping[str, float] | None = None,

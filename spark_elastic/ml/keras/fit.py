@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import keras
+import numpy as np
 
+from spark_elastic.data.dataset import Dataset
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError
 from spark_elastic.ml.fingerprint import described
@@ -16,60 +20,96 @@ from spark_elastic.ml.keras.callbacks import check_callbacks
 from spark_elastic.ml.keras.dry_run import dry_run
 from spark_elastic.ml.keras.fidelity import differences, different_values
 from spark_elastic.ml.keras.model import ElasticKerasModel
+from spark_elastic.ml.keras.model_function import KerasFunction
 from spark_elastic.ml.keras.pickling import KerasPickle, dumps
 from spark_elastic.ml.keras.serialization import comparable_config, fill
-from spark_elastic.ml.keras.spec import MODEL_FILE, KerasTraining, global_config
-from spark_elastic.ml.keras.tensorflow_setup import ENV, NEEDED, device_name
+from spark_elastic.ml.keras.spec import MODEL_FILE, KerasTraining
+from spark_elastic.ml.keras.tensorflow_setup import ENV, NEEDED, device_name, global_config
 from spark_elastic.ml.keras.train import train
-from spark_elastic.ml.preparation import FLOAT, INPUT, Tensors, is_list, model_inputs
+from spark_elastic.ml.model_function import FORM, is_function, name_of, takes_shapes
+from spark_elastic.ml.preparation import (
+    FLOAT,
+    INPUT,
+    Columns,
+    Tensors,
+    is_list,
+    model_inputs,
+    numbered,
+    ragged_column_error,
+)
+from spark_elastic.ml.training.dry_run import ROWS
+from spark_elastic.ml.training.engine import first_rows
+from spark_elastic.ml.training.spec import Training
 
 COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")  # defaults are those of the model
 
 
 class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
-    """One fit of a `keras.Model`."""
+    """One fit of a `keras.Model`, or of what a function makes."""
 
     deciding = (*FitRun.deciding, "custom_objects")
     worker_env: ClassVar = {ENV: NEEDED}
     train_fn = staticmethod(train)
     dry_run_fn = staticmethod(dry_run)
 
+    _made: Any = None  # the model that the function has made, if `model` is a function
+    _function: KerasFunction | None = None
+    _order: Sequence[int] | None = None  # the number of the column for each input of that model
+
+    @property
+    def _model(self) -> Any:
+        """The model; None as long as only a function is known that makes it."""
+        given = super().given("model") if self._made is None else self._made
+        return given if isinstance(given, keras.Model) else None
+
     def check_framework(self) -> None:
-        model = self.given("model")
-        if not isinstance(model, keras.Model):
-            raise InvalidSettingsError(_no_model(model))
-        compiled = self.compile_arguments()
-        if compiled.loss is None and not compiling.compiled_with(model):
-            raise InvalidSettingsError("loss is not set, and the model is not compiled; set it, or compile the model")
-        compiling.check_losses(model, compiled.loss, self.given("label_cols"))
-        for each in getattr(model, "inputs", None) or ():
-            if each.shape[0] is not None:
-                raise InvalidSettingsError(
-                    f"the model's input {each.name} takes batches of {each.shape[0]} rows only, but workers take "
-                    "shares of a batch that have any size; create it with shape= instead of batch_shape="
-                )
+        given = super().given("model")
+        if self._model is not None:
+            self._check_model()
+            compiling.check_takes_any_rows(self._model)
+        elif not is_function(given):
+            raise InvalidSettingsError(_no_model(given))
+        else:
+            takes_shapes(given)  # raises if it takes more
+            if self.given("optimizer") is not None:
+                compiling.optimizer_of(self.given("optimizer"))
+            compiling.check_losses(None, self.given("loss"), self.given("label_cols"))
         check_callbacks(self.worker_callbacks())
         for name in ("device", "transform_device"):
             if self.given(name) not in (None, "auto"):
                 device_name(self.given(name))
+
+    def _check_model(self) -> None:
+        model, compiled = self._model, self.compile_arguments()
+        if compiled.loss is None and not compiling.compiled_with(model):
+            raise InvalidSettingsError("loss is not set, and the model is not compiled; set it, or compile the model")
+        compiling.check_losses(model, compiled.loss, self.given("label_cols"))
 
     def given(self, name: str) -> Any:
         """Return the value of a setting, or its default; those of the inputs in the order of the model's inputs."""
         value = super().given(name)
         if name not in ("feature_cols", "input_shapes", "input_dtypes") or not isinstance(value, list):
             return value
-        if any(super(KerasFit, self).given(each) for each in ("transformation_fn", "inference_fn")):
+        if self._columns_are_changed():
             return value  # which are given the tensors in the order of feature_cols
-        order = compiling.order_by_name(super().given("model"), super().given("feature_cols") or [])
+        order = self._order
+        if self._made is None:
+            order = compiling.order_by_name(self._model, super().given("feature_cols") or [])
         return value if order is None or len(order) != len(value) else [value[at] for at in order]
 
+    def _columns_are_changed(self) -> bool:
+        return any(super(KerasFit, self).given(each) for each in ("transformation_fn", "inference_fn"))
+
     def compile_arguments(self) -> compiling.CompileArguments:
-        return compiling.compile_arguments(self.given("model"), **{name: self.given(name) for name in COMPILED})
+        return compiling.compile_arguments(self._model, **{name: self.given(name) for name in COMPILED})
 
     def _losses(self) -> list[Any]:
-        """Return the loss of each label; [] if the model adds its own."""
-        labels = self.given("label_cols") or []
-        pairs = compiling.check_losses(self.given("model"), self.compile_arguments().loss, labels)
+        """Return the loss of each label; [] if the model adds its own, or is not known yet and may order them."""
+        model, labels = self._model, self.given("label_cols") or []
+        loss = self.given("loss") if model is None else self.compile_arguments().loss
+        if model is None and isinstance(loss, Mapping) and "class_name" not in loss:
+            return []
+        pairs = compiling.check_losses(model, loss, labels)
         return [loss for _, loss in pairs] * (len(labels) if len(pairs) == 1 else 1)
 
     def label_dtypes(self) -> list[str | None]:
@@ -81,7 +121,7 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
             return made
         if self.given("input_dtypes") is None:
             # Keras casts inputs to the type of the Input. Storing them as that type refuses integers it would round.
-            inputs = enumerate(getattr(self.given("model"), "inputs", None) or [])
+            inputs = enumerate(getattr(self._model, "inputs", None) or [])
             floats = {f"{INPUT}{at}" for at, each in inputs if str(each.dtype) == "float32"}
             made |= Tensors({}, dict.fromkeys(floats & made.dtypes.keys(), FLOAT))
         for name, loss in zip(self.given("label_cols"), self._losses(), strict=False):
@@ -96,6 +136,39 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
                 )
         return made
 
+    def dry_run(self) -> None:
+        if self._model is None:
+            with self._timed("try"):
+                self._call_function()
+        super().dry_run()
+
+    def _call_function(self) -> None:
+        """Call the function that makes the model with the shapes of the rows, and order the inputs by their names."""
+        training = Training(**self.common_settings(self.dataset.store, None))
+        inputs = numbered(INPUT, Columns(training, needs_labels=False).convert(first_rows(training, ROWS)))
+        for at, each in enumerate(inputs):
+            if not isinstance(each, np.ndarray) or each.dtype == object:
+                raise ragged_column_error(f"{INPUT}{at}", each)
+        given = super().given("model")
+        try:
+            pickled = KerasPickle.of(given, self.given("custom_objects"))
+        except Exception as error:
+            raise NotPicklableError(
+                f"model={name_of(given)} cannot be sent to the workers: {_first_words(error)}. Create what cannot be "
+                "sent within the function"
+            ) from error
+        dtypes = tuple(keras.config.floatx() if each.dtype == np.float64 else each.dtype.str for each in inputs)
+        shapes = tuple((-1, *each.shape[1:]) for each in inputs)
+        function = KerasFunction.of(pickled, shapes, dtypes, self.given("seed"))
+        self._made = function.made()
+        self._function = function.with_weights_of(self._made)
+        if not self._columns_are_changed():
+            columns = [list(field.columns) for field in model_inputs(self.dataset, None)]
+            self._order = compiling.order_by_name(self._made, columns)
+            if self._order is not None:
+                self.dataset = _renumbered(self.dataset, self._order)
+        self._check_model()
+
     def make_training(self, store: Store, resume_from: str | None = None) -> KerasTraining:
         model, compiled = self._built_model(), self.compile_arguments()
         if not compiled.optimizer.built and (steps := int(compiled.optimizer.iterations.numpy())):
@@ -105,7 +178,7 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
             )
         return KerasTraining(
             **self.common_settings(store, resume_from),
-            model=self._pickled_setting("model", model),
+            model=self._function or self._pickled_setting("model", model),
             compiled=self._pickled_setting("the compile settings", compiled),
             optimizer_values=compiling.values_of(compiled.optimizer),
             callbacks=self._pickled_setting("callbacks", self.worker_callbacks()),
@@ -114,7 +187,7 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
 
     def _built_model(self) -> Any:
         """Return the given model if it is built, else a copy that is built for the columns."""
-        model, inputs = self.given("model"), model_inputs(self.dataset, self.given("input_shapes"))
+        model, inputs = self._model, model_inputs(self.dataset, self.given("input_shapes"))
         names = compiling.input_names(model)
         if names is not None and len(names) != len(inputs) and self.given("transformation_fn") is None:
             found = ", ".join("+".join(field.columns) for field in inputs)
@@ -125,8 +198,7 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
         if self.given("transformation_fn") is None:
             columns, structure = [field.columns for field in inputs], getattr(model, "_inputs_struct", None)
             compiling.check_columns("feature_cols", "inputs", names, columns, structure)
-        # build() of a subclass without a build of its own only says that it is built
-        if model.built and (model.variables or all(each.built for each in model._flatten_layers())):
+        if compiling.is_built(model):
             return model
         if self.given("transformation_fn") is not None:
             raise InvalidSettingsError(
@@ -150,7 +222,7 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
                 "of your own need a get_config that returns all arguments of __init__, and an __init__ that passes "
                 "**kwargs on to Keras. Register classes and functions of your own with "
                 "@keras.saving.register_keras_serializable(), or give them in custom_objects={...}, so that the "
-                "workers find them by name"
+                f"workers find them by name{f'. Or give a function that makes it: {FORM}' if name == 'model' else ''}"
             ) from error
         if lost:
             raise InvalidSettingsError(
@@ -162,7 +234,7 @@ class KerasFit(FitRun[KerasTraining, ElasticKerasModel]):
     def fitted_model(self, fitted: Fitted) -> ElasticKerasModel:
         model = ElasticKerasModel()
         keras_model = fill(self.training.model.load(), self.trained.read(MODEL_FILE))
-        model._attach(keras_model, fitted, self.given("custom_objects"))
+        model._attach(keras_model, fitted, self.given("custom_objects"), self._function)
         return model
 
     def identity(self) -> dict[str, Any]:
@@ -181,12 +253,22 @@ def _no_model(given: Any) -> str:
     if given is None:
         return "model is not set"
     kind = type(given)
-    if isinstance(given, type):
-        return f"model must be a keras.Model, not a class; make one: {given.__name__}(...)"
     if any(each.__module__.startswith("tf_keras") for each in kind.__mro__):
         return "model is of Keras 2 (tf_keras), and this trains those of Keras 3: import keras instead"
     hint = f"; keras.saving.load_model({given!r}) loads one" if str(given).endswith(".keras") else ""
+    hint = hint or f"; or a function that returns one: {FORM}"
     return f"model must be a keras.Model, not {given!r:.200} ({kind.__module__}.{kind.__name__}){hint}"
+
+
+def _renumbered(dataset: Dataset, order: Sequence[int]) -> Dataset:
+    """Return the same rows with other numbers of the inputs; `order` has the present number of each."""
+    numbers = {f"{INPUT}{at}": f"{INPUT}{number}" for number, at in enumerate(order)}
+    manifest = dataset.manifest
+    fields = tuple(replace(each, name=numbers.get(each.name, each.name)) for each in manifest.layout.fields)
+    settings = dict(manifest.about.get("settings", {}))
+    settings["pad_to"] = {numbers.get(name, name): length for name, length in settings.get("pad_to", {}).items()}
+    about = {**manifest.about, "settings": settings}
+    return replace(dataset, manifest=replace(manifest, layout=replace(manifest.layout, fields=fields), about=about))
 
 
 def _first_words(error: Exception) -> str:

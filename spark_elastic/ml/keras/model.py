@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.fitted import Fitted
+from spark_elastic.ml.keras.model_function import KerasFunction
 from spark_elastic.ml.keras.pickling import KerasPickle
 from spark_elastic.ml.keras.tensorflow_setup import check_backend, device_name, prefer_backend, set_threads, use_gpus
 from spark_elastic.ml.model import ElasticModel
@@ -32,6 +33,7 @@ class ElasticKerasModel(ElasticModel):
 
     _native_name = "keras_model"
     _custom_objects: Mapping[str, Any] = {}
+    _made_by: KerasFunction | None = None  # the function that has made the model, if one was given
     _here: KerasPredictor | None = None  # the predictor of `predict`, with what it has traced
 
     def __init__(self, **settings: Any) -> None:
@@ -69,12 +71,20 @@ class ElasticKerasModel(ElasticModel):
 
         return safe_objects
 
-    def _attach(self, model: Any, fitted: Fitted, custom_objects: Mapping[str, Any] | None = None) -> None:
+    def _attach(
+        self,
+        model: Any,
+        fitted: Fitted,
+        custom_objects: Mapping[str, Any] | None = None,
+        made_by: KerasFunction | None = None,
+    ) -> None:
         self._native, self._fitted, self._custom_objects = model, fitted, dict(custom_objects or {})
+        self._made_by = made_by
 
     def _predictor(self) -> Callable[[], Predictor]:
-        pickled = KerasPickle.of(self.keras_model, self._custom_objects)
-        return partial(_load_predictor, pickled, *self._computing())
+        model, made_by = self.keras_model, self._made_by
+        carried = KerasPickle.of(model, self._custom_objects) if made_by is None else made_by.with_weights_of(model)
+        return partial(_load_predictor, carried, *self._computing())
 
     def _own_predictor(self) -> Predictor:
         model = self.keras_model
@@ -88,7 +98,8 @@ class ElasticKerasModel(ElasticModel):
     def _parts(self) -> SavedParts:
         from spark_elastic.ml.keras import saved_model
 
-        return saved_model.parts_of(self.keras_model, self._facts_of_fit().to_json(), self._custom_objects)
+        facts = self._facts_of_fit().to_json()
+        return saved_model.parts_of(self.keras_model, facts, self._custom_objects, self._made_by)
 
     @classmethod
     def _present(cls, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,9 +113,10 @@ class ElasticKerasModel(ElasticModel):
         super()._restore(facts, files, objects)
         self._native = saved_model.native_of(facts, files, objects)
         self._custom_objects = objects.get(saved_model.OBJECTS, {})
+        self._made_by = objects.get(saved_model.FUNCTION)
 
 
-def _load_predictor(model: KerasPickle, transform_device: str, threads: int) -> Predictor:
+def _load_predictor(model: KerasPickle | KerasFunction, transform_device: str, threads: int) -> Predictor:
     """Load a model on an executor's device. TensorFlow takes `threads` only before it runs in a process."""
     prefer_backend()
     import tensorflow as tf

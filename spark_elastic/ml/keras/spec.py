@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from spark_elastic.ml.keras.model_function import KerasFunction
 from spark_elastic.ml.keras.pickling import KerasPickle
 from spark_elastic.ml.training.spec import Training
 
@@ -13,23 +14,11 @@ MODEL_FILE = "model.weights.npz"
 """The file in the run's store with the weights of the trained model, for `serialization.fill`."""
 
 
-def global_config() -> dict[str, Any]:
-    """Return the global settings of Keras that layers, losses and initializers depend on."""
-    import keras
-
-    return {
-        "floatx": keras.config.floatx(),
-        "epsilon": keras.config.epsilon(),
-        "image_data_format": keras.config.image_data_format(),
-        "dtype_policy": keras.config.dtype_policy().name,
-    }
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KerasTraining(Training):
     """One training of a Keras model; `Training` describes the settings that every framework has."""
 
-    model: KerasPickle  # a built `keras.Model`, without the arguments that it was compiled with
+    model: KerasPickle | KerasFunction  # `load` returns a built `keras.Model`, not compiled
     compiled: KerasPickle  # `CompileArguments`. Labels belong to the outputs that have a loss, in their order
     optimizer_values: Sequence[Any] | None = None  # of its variables, in their order, if it has done steps already
     callbacks: KerasPickle | None = None  # a list of this package's callbacks and of `keras.callbacks.Callback`

@@ -1,4 +1,4 @@
-"""Prepare TensorFlow in a process: Keras's backend, threads and devices.
+"""Prepare TensorFlow in a process: Keras's backend and global settings, threads and devices.
 
 TensorFlow accepts threads and devices only before it runs for the first time in a process. So this module can be
 imported without TensorFlow, and its functions are called before anything else of TensorFlow.
@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spark_elastic.collective.gpu.leases import lease_gpu
@@ -48,6 +48,25 @@ def prefer_backend() -> None:
         os.environ.setdefault(ENV, NEEDED)
     if "tensorflow" not in sys.modules:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # no lines about the processor in the middle of a transform
+
+
+def global_config() -> dict[str, Any]:
+    """Return the global settings of Keras that layers, losses and initializers depend on."""
+    import keras
+
+    return {
+        "floatx": keras.config.floatx(),
+        "epsilon": keras.config.epsilon(),
+        "image_data_format": keras.config.image_data_format(),
+        "dtype_policy": keras.config.dtype_policy().name,
+    }
+
+
+def set_global_config(settings: Mapping[str, Any]) -> None:
+    import keras
+
+    for name, value in settings.items():
+        getattr(keras.config, f"set_{name}")(value)
 
 
 def set_threads(count: int) -> None:

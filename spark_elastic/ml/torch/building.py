@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 
 from spark_elastic.errors import InvalidSettingsError
+from spark_elastic.ml.model_function import Shapes
 from spark_elastic.ml.torch.engine import objective_of
-from spark_elastic.ml.torch.model_function import ModelFunction, Shapes, seeded
+from spark_elastic.ml.torch.model_function import ModelFunction, seeded
 from spark_elastic.ml.torch.model_step import ModelStep, StepPosition
 from spark_elastic.ml.torch.objective import BatchMaker
 from spark_elastic.ml.torch.serialization import frozen_digests, refuse_differing

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from spark_elastic.data.reader import Batch
 from spark_elastic.errors import CheckpointError, InvalidSettingsError
 from spark_elastic.ml.callbacks import check_one_best
+from spark_elastic.ml.model_function import FORM
 from spark_elastic.ml.params import as_list
 from spark_elastic.ml.torch.building import built, subject
 from spark_elastic.ml.torch.engine import objective_of, single_row_norm
@@ -27,7 +27,7 @@ from spark_elastic.ml.torch.fidelity import differences
 from spark_elastic.ml.torch.loss_checks import broadcast_is_an_error, check_losses, check_metrics
 from spark_elastic.ml.torch.metrics import TorchMetricAccumulator
 from spark_elastic.ml.torch.model import TorchPredictor
-from spark_elastic.ml.torch.model_function import FORM, ModelFunction
+from spark_elastic.ml.torch.model_function import ModelFunction
 from spark_elastic.ml.torch.model_step import ForwardResult, LoggedName, ModelStep, StepPosition, TorchBatch
 from spark_elastic.ml.torch.objective import BatchMaker, Objective, rule
 from spark_elastic.ml.torch.serialization import trained_copy, weights_to_bytes
@@ -38,7 +38,7 @@ from spark_elastic.ml.training.engine import first_rows
 from spark_elastic.reporting.history import FACTS
 from spark_elastic.runs.tensors import detached
 from spark_elastic.torch.elastic.state import note_step
-from spark_elastic.torch.sync_batch_norm import unconverted
+from spark_elastic.torch.sync_batch_norm import is_batch_norm, unconverted
 
 log = logging.getLogger("spark_elastic.ml")
 
@@ -70,8 +70,8 @@ def dry_run(
         if training.sync_batch_norm:
             common.warn_of_local_batch_statistics(
                 unconverted(given.model),
-                "the class overrides forward",
-                "Use torch.nn.BatchNorm1d, 2d or 3d, or set sync_batch_norm=False",
+                "layers that are scripted, or whose class overrides forward, cannot be converted",
+                "Use torch.nn.BatchNorm1d, 2d or 3d in a model that is not scripted, or set sync_batch_norm=False",
             )
         _check_copy(training, copied)
         batch = first_rows(copied, common.ROWS)
@@ -225,7 +225,7 @@ def _check_forward_changes(
 
 def _own_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the dense buffers of a model but those of batch normalisation, which `unconverted` returns."""
-    modules = [(name, each) for name, each in model.named_modules() if not isinstance(each, _BatchNorm)]
+    modules = [(name, each) for name, each in model.named_modules() if not is_batch_norm(each)]
     return {
         f"{prefix}.{name}" if prefix else name: value
         for prefix, module in modules

@@ -12,16 +12,18 @@ from spark_elastic.ml.callbacks import Callback, check_kinds
 from spark_elastic.ml.fingerprint import described
 from spark_elastic.ml.fit import FitRun
 from spark_elastic.ml.fitted import Fitted
+from spark_elastic.ml.model_function import FORM, Shapes, is_function, takes_shapes
 from spark_elastic.ml.params import as_list
 from spark_elastic.ml.torch import objective, serialization
 from spark_elastic.ml.torch.building import initialize, input_shapes, lazy_names
 from spark_elastic.ml.torch.dry_run import dry_run
 from spark_elastic.ml.torch.model import ElasticTorchModel
-from spark_elastic.ml.torch.model_function import FORM, ModelFunction, Shapes, takes_shapes
+from spark_elastic.ml.torch.model_function import ModelFunction
 from spark_elastic.ml.torch.model_step import ModelStep, model_step_of
 from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining, check_parameters
 from spark_elastic.ml.torch.train import train
 from spark_elastic.runs.trust import trusted_files
+from spark_elastic.wire.pickling import round_trip
 
 
 class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
@@ -87,7 +89,7 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
             return
         if model is None:
             raise InvalidSettingsError("model is not set")
-        if not callable(model):
+        if not is_function(model):
             raise InvalidSettingsError(
                 f"model must be a torch.nn.Module, not {model!r}; or a function that returns one: {FORM}"
             )
@@ -163,5 +165,6 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
         model, given = ElasticTorchModel(), self.training.model
         with trusted_files():  # written by the workers of this fit
             module = serialization.trained_copy(given, self.trained.read(MODEL_FILE))
-        model._attach(module, fitted, given if isinstance(given, ModelFunction) else None)
+        # a copy, because what the function refers to may change later, as in a notebook
+        model._attach(module, fitted, round_trip(given) if isinstance(given, ModelFunction) else None)
         return model

@@ -21,12 +21,22 @@ codec = serialization
 
 
 def parts_of(module: torch.nn.Module, facts: Mapping[str, Any], made_by: ModelFunction | None) -> SavedParts:
-    """Return what to save of a module, or of the function that made it; `facts` are those of its fit."""
+    """Return what to save of a module; `facts` are those of its fit, `made_by` is the function that has made it."""
     weights = serialization.weights_to_bytes(module)
     safe = _safetensors(module)
     beside = {} if safe is None else {_SAFETENSORS: safe}
-    architecture = serialization.hollow(module) if made_by is None else made_by
-    return SavedParts(facts, {_WEIGHTS: weights}, {ARCHITECTURE: architecture}, beside=beside)
+    return SavedParts(facts, {_WEIGHTS: weights}, {ARCHITECTURE: _architecture(module, made_by)}, beside=beside)
+
+
+def _architecture(module: torch.nn.Module, made_by: ModelFunction | None) -> Any:
+    """Return a hollow module; or the function, unless the module can be loaded without trust."""
+    if made_by is None:
+        return serialization.hollow(module)
+    try:
+        made = serialization.hollow(module)
+    except Exception:  # functions make modules that cannot be pickled
+        return made_by
+    return made_by if serialization.dumps({ARCHITECTURE: made}) is None else made
 
 
 def present(facts: Mapping[str, Any]) -> dict[str, Any]:

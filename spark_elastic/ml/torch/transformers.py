@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from spark_elastic.errors import DataError, InvalidSettingsError
+from spark_elastic.ml.model_function import is_function, name_of
 from spark_elastic.ml.preparation import FLOAT, INTEGER
-from spark_elastic.ml.torch.model_function import ModelFunction, name_of
+from spark_elastic.ml.torch.model_function import ModelFunction
 from spark_elastic.ml.torch.model_step import ForwardResult, ModelStep, TorchBatch
 
 _IGNORED_LABEL = -100
@@ -107,7 +108,7 @@ def outputs_in(output: Any) -> tuple[torch.Tensor, ...]:
 
 def settings_of(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of an estimator for the model, with those of the caller, `given`."""
-    if not callable(model):
+    if not (isinstance(model, torch.nn.Module) or is_function(model)):
         raise InvalidSettingsError(
             f"from_transformers needs a torch.nn.Module, or a function without arguments that returns one, not "
             f"{model!r:.200}"

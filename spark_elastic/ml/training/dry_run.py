@@ -6,6 +6,7 @@ around it.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import traceback
@@ -19,6 +20,7 @@ import numpy as np
 
 from spark_elastic.data.reader import Batch, least_cache_of_reader, resolve_order
 from spark_elastic.data.remote_cache import check_cache_bytes
+from spark_elastic.driver.pickled_call import pickled
 from spark_elastic.errors import DataError, InvalidSettingsError, NotPicklableError, SparkElasticError
 from spark_elastic.ml.added_columns import OutputShape, suits
 from spark_elastic.ml.callbacks import Callback, Monitor
@@ -131,6 +133,11 @@ def round_trip_pickle(training: T, remedies: Mapping[str, str] = {}) -> T:
             try:
                 round_trip(value)
             except Exception as reason:
+                if inspect.isfunction(function := getattr(value, "function", value)):
+                    try:
+                        pickled(function)  # its error has the path to what the function refers to
+                    except NotPicklableError as found:
+                        raise NotPicklableError(f"{each.name}: {found}") from error
                 remedy = remedies.get(
                     each.name, "create what cannot be pickled (locks, connections, open files) where it is first used"
                 )

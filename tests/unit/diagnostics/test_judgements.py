@@ -22,6 +22,8 @@ def judged(python="3.11.7", **changes):
         ({**PACKAGES, "torch": "2.5.1"}, PROBLEM, "torch>=2.6"),
         ({name: PACKAGES[name] for name in ("torch", "numpy", "pyspark")}, WARNING, "extra [spark]"),
         ({"torch": "2.13.0"}, PROBLEM, "extra [spark]"),
+        ({**PACKAGES, "pandas": "2.1.4"}, OK, ""),
+        ({**PACKAGES, "pandas": "2.1.4", "pyspark": "4.1.0"}, PROBLEM, "pandas>=2.2"),
     ],
 )
 def test_level_of_the_drivers_packages(packages, level, fix):

@@ -75,6 +75,7 @@ def test_python_without_packages_is_refused_and_the_remedy_names_the_variable_al
         ("Error from python worker:\n  Segmentation fault\nPYTHONPATH was:\n  /x", "it does not start"),
         ("[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.9", "its minor version is another one"),
         ("No module named 'pyarrow'", "it has no pyarrow"),
+        ("Pandas >= 2.2.0 must be installed; however, your version was 2.0.3", "has no pandas >= 2.2.0, but an older"),
     ],
 )
 def test_error_of_a_job_says_what_is_wrong_with_the_python(said: str, problem: str) -> None:

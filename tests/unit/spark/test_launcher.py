@@ -22,7 +22,7 @@ WAIT_S = 20.0
 class SimulatedJobs:
     """Stands for `SlotJobs`: a test lets jobs fail and end, and says which events Spark drops."""
 
-    def __init__(self, sc):
+    def __init__(self, sc, profile):
         self.lock = threading.Lock()
         self.jobs: dict[int, str] = {}
         """Job → its group. Job N has the stage N + 1000."""

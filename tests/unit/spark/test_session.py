@@ -11,6 +11,7 @@ from spark_elastic.errors import InvalidSettingsError, JavaNotFoundError, Missin
 from spark_elastic.spark import java
 from spark_elastic.spark import session as session_module
 from spark_elastic.spark.classic import ClassicCluster
+from spark_elastic.spark.cluster import SlotCount
 from spark_elastic.spark.connect import ConnectCluster
 from spark_elastic.spark.connect_session import databricks_of
 from spark_elastic.spark.session import checked_cluster
@@ -134,6 +135,37 @@ def test_settings_of_spark_connect_are_refused_by_other_sessions(setting, value)
     given = {"driver_host": None, "ship_package": False, setting: value}
     with pytest.raises(InvalidSettingsError, match=f"{setting} is for Spark Connect"):
         cluster_with({}).apply(**given)
+
+
+@pytest.mark.parametrize("amount", [None, "2"])
+def test_local_master_has_no_resources_of_tasks_to_give(amount):
+    cluster = ClassicCluster(SimpleNamespace(_conf={"spark.task.resource.gpu.amount": amount}, master="local[4]"))
+    cluster.take_resources(None, gpu_each=True)
+    assert cluster.resources == {}
+    with pytest.raises(InvalidSettingsError, match=r"resources=\{'gpu': 1\}: a local master gives tasks no resources"):
+        cluster.take_resources({"gpu": 1}, gpu_each=True)
+    with pytest.raises(InvalidSettingsError, match="resources= needs a classic session"):
+        ConnectCluster(connect_session()).take_resources({"gpu": 1}, gpu_each=True)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "now", "most", "bounds"),
+    [("2", "8", 0, 16, (4, 16)), (None, "8", 4, 16, (1, 16)), ("2", None, 4, None, (4, 4))],
+)
+def test_workers_that_nobody_counts_are_those_of_dynamic_allocation(low, high, now, most, bounds):
+    given = {"spark.dynamicAllocation.minExecutors": low, "spark.dynamicAllocation.maxExecutors": high}
+    context = SimpleNamespace(_conf={"spark.dynamicAllocation.enabled": "true", **given}, master="yarn")
+    cluster = ClassicCluster(context)
+    cluster.count_slots = lambda: SlotCount(now, most, "here")
+    assert cluster.worker_bounds() == bounds
+
+
+def test_bounds_of_dynamic_allocation_are_known_behind_spark_connect():
+    session = connect_session()
+    settings = {"spark.dynamicAllocation.enabled": "true", "spark.dynamicAllocation.maxExecutors": "3"}
+    settings |= {"spark.executor.cores": "5", "spark.task.cpus": "2", "spark.master": "yarn"}
+    session.conf = settings
+    assert ConnectCluster(session).worker_bounds() == (1, 6)
 
 
 @pytest.mark.parametrize("speculates", ["true", "false"])

@@ -19,7 +19,7 @@ def sent(monkeypatch):
         kept = []
 
         class Launcher:
-            def __init__(self, sc, entry, payload_for_slot, on_ended, *, shared, description):
+            def __init__(self, sc, entry, payload_for_slot, on_ended, *, shared, description, profile):
                 kept.append((payload_for_slot(0), shared))
 
         monkeypatch.setattr(classic, "SparkLauncher", Launcher)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any, ClassVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
@@ -124,6 +125,10 @@ def train(dies_at: int | None, shared: bool):
     return {**found, "model": weights, "connected": Runtime.connected}
 
 
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < devices.OLDEST_TORCH_FOR_NCCL,
+    reason="no NCCL, nor its stand-in",
+)
 def test_a_peer_that_dies_in_the_middle_of_a_reduction_on_gpus_costs_no_step():
     with WorldDriver(start_with=3) as driver:
         driver.start(train, 4, False, count=3)

@@ -177,7 +177,7 @@ def second_output(model: Any, batch: Any) -> Any:
         ({"model": make_net().to("meta")}, InvalidSettingsError, r"0\.weight of the model is on the meta device"),
         ({"model": expanded(), "optimizer": torch.optim.SGD}, InvalidSettingsError, "SGD cannot change"),
         ({"model": Locked()}, NotPicklableError, r"model \(Locked\) cannot be sent .*lock"),
-        ({"loss": locked_loss()}, NotPicklableError, "loss .*cannot be sent .*lock"),
+        ({"loss": locked_loss()}, NotPicklableError, "loss.*function .* → .*cannot be sent .*lock"),
         ({"loss": nn.MSELoss(), "model": nn.Linear(6, 4), **OTHER}, DataError, r"MSELoss needs .*\[4, 4\]"),
         ({"callbacks": [EarlyStopping("f1")]}, InvalidSettingsError, "no 'f1' to monitor; there are epoch"),
         ({"lr_scheduler": plateau, "scheduler_monitor": "f1"}, InvalidSettingsError, "scheduler_monitor='f1' is not"),

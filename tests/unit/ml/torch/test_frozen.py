@@ -115,9 +115,9 @@ def in_worker(texts: Dataset, folder: Path) -> dict[str, Any]:
         launch = getattr(Group, kind)
 
         def launched(self: Group, tensor: torch.Tensor, op: Any, *fill: Any) -> Any:
-            of_step = kind == "allreduce" and bool(fill)
-            sent["gradients" if of_step else f"{kind} {tensor.dtype}"] += tensor.nbytes
-            sent["buckets"] += of_step
+            filled = bool(fill) and kind == "allreduce"
+            sent["gradients" if filled else f"{kind} {tensor.dtype}"] += tensor.nbytes
+            sent["buckets"] += filled
             return launch(self, tensor, op, *fill)
 
         setattr(Group, kind, launched)

@@ -140,7 +140,7 @@ def test_replicas_that_are_made_with_other_values_start_with_those_of_rank_0(dat
         import spark_elastic.torch as hvd
 
         flat = torch.cat([param.detach().reshape(-1) for param in model.parameters()])
-        if hvd.size() == 2:
+        if hvd.is_initialized() and hvd.size() == 2:  # not in the trial step
             assert torch.equal(hvd.broadcast(flat, 0), flat)
         return nn.functional.cross_entropy(model(batch.inputs[0]), batch.labels[0])
 
@@ -171,6 +171,14 @@ def test_function_gets_the_shapes_that_the_model_sees(tmp_path: Path) -> None:
     model = made.from_dataset_path(pack(rows, tmp_path))
     assert made.training.model.shapes == ((-1, 2, 6), (-1,))
     assert model.module.in_features == 12
+
+
+def test_fitted_model_keeps_what_the_function_referred_to(dataset: Dataset) -> None:
+    width = 5
+    made = estimator(model=lambda: nn.Sequential(nn.Linear(6, width), nn.Linear(width, 3)), optimizer=torch.optim.SGD)
+    fitted = made.from_dataset_path(dataset)
+    width = 9
+    assert_same(fitted, fitted.module, dataset)
 
 
 def drawn() -> nn.Module:
@@ -219,6 +227,22 @@ def test_exact_training_of_a_function_does_not_depend_on_the_draws_before(datase
     first = weights_of(estimator(**chosen).from_dataset_path(dataset))
     torch.rand(3)
     assert weights_of(estimator(**chosen).from_dataset_path(dataset)) == first
+
+
+def normed(wrap: Any) -> Any:
+    return lambda: wrap(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
+
+
+@pytest.mark.parametrize("wrap", [torch.jit.script, lambda net: torch.jit.trace(net, torch.zeros(4, 6))])
+def test_scripted_batch_norm_is_warned_of_by_its_name_once(wrap: Any, dataset: Dataset, caplog: Any) -> None:
+    changes: dict[str, Any] = {"model": normed(wrap), "optimizer": torch.optim.SGD, "epochs": 1}
+    estimator(**changes).from_dataset_path(dataset)
+    (said,) = [each.getMessage() for each in caplog.records if "batch statistics" in each.getMessage()]
+    assert "1 (scripted BatchNorm1d) are not synchronised, because layers that are scripted, or" in said
+    assert "Use torch.nn.BatchNorm1d, 2d or 3d in a model that is not scripted, or set sync_batch_norm=False" in said
+    caplog.clear()
+    estimator(**changes, sync_batch_norm=False).from_dataset_path(dataset)
+    assert "batch statistics" not in caplog.text
 
 
 # --- refused before workers start ---------------------------------------------------------------------

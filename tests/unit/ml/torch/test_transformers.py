@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from spark_elastic import ElasticTorchEstimator, LocalLauncher
+from spark_elastic import ElasticTorchEstimator, LocalLauncher, load_module
 from spark_elastic.data.dataset import pack
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.torch.model_step import TorchBatch
 from spark_elastic.ml.torch.transformers import settings_of
-from tests.unit.ml.torch.estimators import HereEstimator, weights_of
+from spark_elastic.wire.pickling import dumps
+from tests.unit.ml.torch.estimators import HereEstimator, estimator, weights_of
 
 tr = pytest.importorskip("transformers")
 
@@ -209,24 +211,36 @@ SPEECH = {
 }
 
 
-@pytest.mark.parametrize("kind", ["Hubert", "Wav2Vec2"])
-def test_speech_models_with_parametrized_convolutions_are_trained_as_by_plain_torch(kind: str, tmp_path: Path) -> None:
-    def made() -> Any:
-        torch.manual_seed(5)
-        return getattr(tr, f"{kind}ForSequenceClassification")(getattr(tr, f"{kind}Config")(**SPEECH))
+def speech_model(kind: str) -> Any:
+    torch.manual_seed(5)
+    return getattr(tr, f"{kind}ForSequenceClassification")(getattr(tr, f"{kind}Config")(**SPEECH))
 
+
+@pytest.mark.parametrize("kind", ["Hubert", "Wav2Vec2", "Wav2Vec2 of a function"])
+def test_speech_models_with_parametrized_convolutions_are_trained_as_by_plain_torch(kind: str, tmp_path: Path) -> None:
+    name, _, by_function = kind.partition(" ")
     sounds = np.random.default_rng(1).normal(size=(32, 100)).astype("f4")
-    data = pack({"features_0": sounds, "label_0": np.arange(32) % 2}, tmp_path)
-    settings = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1), "shuffle": False, "epochs": 2}
-    model = estimator_of(made(), feature_cols="input_values", label_cols="labels", **settings).from_dataset_path(data)
-    net = made().train()
+    data = pack({"features_0": sounds, "label_0": np.arange(32) % 2}, tmp_path / "set")
+    changes = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1), "shuffle": False, "epochs": 2}
+    if by_function:
+        loss = nn.CrossEntropyLoss()  # of the logits, which the result begins with
+        made = estimator(model=lambda shapes: speech_model(name), loss=loss, **changes)
+    else:
+        made = estimator_of(speech_model(name), feature_cols="input_values", label_cols="labels", **changes)
+    fitted = made.from_dataset_path(data)
+    net = speech_model(name).train()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for start in (0, 16, 0, 16):
         optimizer.zero_grad()
         rows = slice(start, start + 16)
         net(input_values=torch.from_numpy(sounds[rows]), labels=torch.arange(32)[rows] % 2).loss.backward()
         optimizer.step()
-    fitted, expected = model.module.model.state_dict(), net.state_dict()
-    assert any("parametrizations" in name for name in expected)
-    for name, value in fitted.items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    expected = net.eval().state_dict()
+    assert any("parametrizations" in key for key in expected)
+    fitted.save(str(tmp_path / "model"))
+    loaded = load_module(tmp_path / "model", trusted=True)
+    for module in (fitted.module, loaded):
+        for key, value in (module if by_function else module.model).state_dict().items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+    (output, *_) = pickle.loads(dumps(fitted._predictor()))()({"features_0": sounds})  # as on executors
+    torch.testing.assert_close(torch.from_numpy(output), net(torch.from_numpy(sounds)).logits, rtol=1e-4, atol=1e-5)
