@@ -59,6 +59,7 @@ def plain_outcome(result: TrainingResult, size: int) -> dict[str, Any]:
     """Return the result of a training as plain values that are equal in every world."""
     return {
         "history": [{k: v for k, v in row.items() if k not in ("seconds", "ended")} for row in result.history],
+        "work": result.history.work,
         "steps": result.steps,
         "stopped": result.stopped,
         "restored": result.restored,
