@@ -38,6 +38,7 @@ class TorchTraining(Training):
         model: a `torch.nn.Module`; a `ModelFunction` until `building.built` has called it.
         made_by: the function that has made the model in this process; None if a module was given.
         frozen: digests of the parameters that are not trained, by name; None until `building.built` has found them.
+        moved: the names of those that the model's own steps change, as of a momentum encoder.
         loss: as of the estimator. One of torch gets labels with or without a last axis of 1, as it needs them, another
             one as their columns have them; see `objective.LossTerm` for what it may return.
         train_fn: as of the estimator. It is also called for validation, without gradients and in eval mode.
@@ -65,6 +66,7 @@ class TorchTraining(Training):
     config: Mapping[str, Any] = field(default_factory=global_config)
     made_by: ModelFunction | None = None
     frozen: Mapping[str, str] | None = None
+    moved: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.virtual_workers is not None:  # batch normalisation takes the statistics of each shard

@@ -210,5 +210,5 @@ def test_output_columns_have_the_chosen_names_and_types(plain: Any) -> None:
 
 def test_settings_of_transform_go_with_the_model(fit: Any) -> None:
     model, _ = fit(inference_fn=scaled, transform_batch_size=7, transform_threads=2, transform_device="cpu", epochs=1)
-    assert model._predictor().args[1:] == ("cpu", 2)
+    assert model._predictor().args[1:3] == ("cpu", 2)
     assert (model.getInferenceFn(), model.getTransformBatchSize()) == (scaled, 7)
