@@ -109,7 +109,7 @@ class ModelHandler(VariablesHandler):
         return not self.built()
 
     def metadata(self) -> Any:
-        return self.value.get_build_config() if self.value.built else None
+        return _plain(self.value.get_build_config()) if self.value.built else None
 
     def prepare(self, layout: Layout, metadata: Any) -> None:
         if len(self.variables()) < len(layout) and not self.value.built and metadata:
@@ -215,3 +215,12 @@ def handler_for(value: Any, models: Callable[[], Mapping[str, Any]]) -> StateHan
     if isinstance(value, ElasticSampler):
         return SamplerStateHandler(value)
     return _ResettableHandler(value) if isinstance(value, HasStateDict) else None
+
+
+def _plain(config: Any) -> Any:
+    """Return a configuration without Keras' kinds of lists and dicts, which cannot be unpickled."""
+    if isinstance(config, Mapping):
+        return {key: _plain(value) for key, value in config.items()}
+    if isinstance(config, list | tuple):
+        return (tuple if isinstance(config, tuple) else list)(map(_plain, config))
+    return config

@@ -78,7 +78,12 @@ def build_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer
     params = list(model.parameters())
     if not params:
         raise InvalidSettingsError(f"the model ({type(model).__name__}) has no parameters that could be trained")
-    optimizer = given if isinstance(given, torch.optim.Optimizer) else given(params)
+    try:
+        optimizer = given if isinstance(given, torch.optim.Optimizer) else given(params)
+    except (AttributeError, TypeError) as error:
+        raise InvalidSettingsError(
+            f"optimizer, called with the list of the model's parameters, raised {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidSettingsError(
             f"optimizer must be a torch optimizer, its class, or a function of the parameters that returns one; "
@@ -91,6 +96,15 @@ def build_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer
         )
     check_parameters(optimizer, model)
     return optimizer
+
+
+def check_compiler(given: bool | str) -> None:
+    """Raise `InvalidSettingsError` if torch.compile knows no such backend."""
+    try:
+        if isinstance(given, str):
+            torch.compile(torch.nn.Identity().forward, backend=given)
+    except RuntimeError as error:
+        raise InvalidSettingsError(f"compile={given!r} is no backend of torch.compile here: {error}") from None
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
