@@ -36,6 +36,7 @@ class Fitted:
             "inputs": [{**dataclasses.asdict(field), "kind": field.kind.value} for field in self.inputs],
             "outputs": [dataclasses.asdict(output) for output in self.outputs],
             "history": self.history.to_json(),
+            "work": list(self.history.work),
         }
 
     @classmethod
@@ -64,7 +65,7 @@ class Fitted:
                     for each in outputs
                 ),
                 rule=typed(document, "rule", str) if document.get("rule") is not None else None,
-                history=History.from_json(document.get("history")),
+                history=History.from_json(document.get("history"), document.get("work")),
                 events=tuple(typed({"events": each}, "events", dict) for each in typed(document, "events", list)),
                 why_not=typed(document, "why_not", str),
                 pad_to={

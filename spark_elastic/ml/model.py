@@ -123,7 +123,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
         }
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Plot loss and metrics over the epochs, with the number of workers and the faults on the same axis.
+        """Plot loss and metrics over the epochs, the workers' times if known, their number and the faults.
 
         Args:
             path: File to write the plot to; its suffix (.png, .svg, .pdf) is the format.

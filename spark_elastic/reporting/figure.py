@@ -36,16 +36,20 @@ class NotebookFigure(Figure):
         return file.getvalue()
 
 
-def of_training(history: Sequence[Row], columns: Iterable[str], events: Sequence[Row], title: str) -> NotebookFigure:
-    """Draw panels for the loss, the metrics (`columns` of the history) and the world over the epochs."""
+def of_training(
+    history: Sequence[Row], work: Sequence[Row], columns: Iterable[str], events: Sequence[Row], title: str
+) -> NotebookFigure:
+    """Draw panels for the loss, the metrics (`columns` of the history), `work` and the world over the epochs."""
     measured = list(columns)
     names = [name for name in measured if not (name.startswith("val_") and name[4:] in measured)][: MOST_METRICS + 1]
-    figure, panels = _panels(len(names), title)
+    figure, panels = _panels(len(names) + bool(work), title)
     place = _epoch_axis(history)
     for panel, name in zip(panels, names, strict=False):
         _draw_column(panel, history, name)
     if names:
         panels[0].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, borderaxespad=0.0)
+    if work:
+        _draw_work(panels[-2], work)
     world = panels[-1]
     end = max((row["epoch"] + 1 for row in history), default=1)
     _draw_world(world, events, place, end)
@@ -95,6 +99,20 @@ def _draw_column(panel: Any, history: Sequence[Row], name: str) -> None:
             marks = {"marker": "o", "markersize": 4, "clip_on": False} if alone else {}
             panel.plot(*zip(*points, strict=True), color=colour, linestyle=line, label=label, linewidth=1.8, **marks)
     panel.set_ylabel(name.replace("_", " "))
+
+
+def _draw_work(panel: Any, work: Sequence[Row]) -> None:
+    """Draw the seconds of work and of waiting of each rank; the legend names the ranks with the most of them."""
+    ranks = sorted({row["rank"] for row in work})
+    for name, label, colour, line in (("work_s", "work", TRAIN, "-"), ("wait_s", "waiting", VALIDATION, "--")):
+        points = {rank: [(row["epoch"] + 1, row[name]) for row in work if row["rank"] == rank] for rank in ranks}
+        most = max(ranks, key=lambda rank: sum(seconds for _, seconds in points[rank]))
+        for rank in ranks:
+            shown = f"{label} (most: rank {rank})" if rank == most else "_"  # matplotlib leaves "_" out of legends
+            panel.plot(*zip(*points[rank], strict=True), color=colour, linestyle=line, label=shown, marker=".")
+    panel.set_ylabel("seconds")
+    panel.set_ylim(bottom=0)
+    panel.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, borderaxespad=0.0)
 
 
 def _draw_world(panel: Any, events: Sequence[Row], place: Callable[[Row, float], float], end: float) -> None:

@@ -25,10 +25,16 @@ class History(Sequence[Row]):
     A row holds "epoch" (from 0), "steps" (optimizer steps so far), "rows" (seen in this epoch), "seconds" (duration),
     "ended" (seconds since 1970), "lr", "loss" and the metrics by name; with a validation split also "val_loss" and
     each metric as "val_<name>".
+
+    Attributes:
+        work: A row for each epoch and rank: "epoch", "rank", "work_s" and "wait_s", the seconds that it worked and
+            waited for the others in steps of full batches, since the workers last changed. No rows where they are
+            unknown, and for worlds of one. Histories are compared without it.
     """
 
-    def __init__(self, rows: Sequence[Row] = ()) -> None:
+    def __init__(self, rows: Sequence[Row] = (), work: Sequence[Row] = ()) -> None:
         self._rows = tuple(dict(row) for row in rows)
+        self.work = tuple(dict(row) for row in work)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -64,9 +70,9 @@ class History(Sequence[Row]):
         """The names of all columns."""
         return list(dict.fromkeys(name for row in self._rows for name in row))
 
-    def with_row(self, row: Row) -> History:
-        """Return the history with one more row."""
-        return History((*self._rows, row))
+    def with_row(self, row: Row, work: Sequence[Row] = ()) -> History:
+        """Return the history with one more row, and more rows of `work`."""
+        return History((*self._rows, row), (*self.work, *work))
 
     def best(self, name: str, mode: str = "min") -> Row:
         """Return the row with the smallest ("min") or largest ("max") value.
@@ -88,23 +94,24 @@ class History(Sequence[Row]):
         return json.dumps(self.to_json(), indent=1)
 
     @classmethod
-    def from_json(cls, document: Any) -> History:
-        """Rebuild a history from the value that `to_json` returned.
+    def from_json(cls, document: Any, work: Any = None) -> History:
+        """Rebuild a history from the value that `to_json` returned, and its `work`.
 
         Raises:
             CheckpointError: if it is something else.
         """
-        if not isinstance(document, list) or not all(isinstance(row, dict) for row in document):
-            raise CheckpointError(f"not a history: expected a list of rows, got {type(document).__name__}")
-        return cls(document)
+        for rows in (document, work := [] if work is None else work):
+            if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+                raise CheckpointError(f"not a history: expected a list of rows, got {type(rows).__name__}")
+        return cls(document, work)
 
 
-def draw_training(history: Sequence[Row], events: Sequence[EventRow], path: str | Path | None) -> Any:
+def draw_training(history: History, events: Sequence[EventRow], path: str | Path | None) -> Any:
     """Plot a training, also to the file `path`; return a Figure. Raise MissingExtraError without matplotlib."""
     columns = dict.fromkeys(name for row in history for name in row if name not in FACTS)
     rows = sum(row.get("rows", 0) for row in history)
     title = f"{counted(len(history), 'epoch')}, {rows:,} rows; {_losses_in_words(events)}"
-    return _saved(_figures().of_training(history, columns, events, title), path)
+    return _saved(_figures().of_training(history, history.work, columns, events, title), path)
 
 
 def draw_job(events: Sequence[EventRow], name: str, path: str | Path | None) -> Any:

@@ -43,6 +43,16 @@ def test_a_panel_each_for_loss_metrics_and_world():
     assert figure.get_suptitle() == "5 epochs, 500 rows; 3 to 4 workers, 1 lost, 1 joined, no step lost"
 
 
+def test_a_panel_for_work_and_waiting_where_they_are_known():
+    work = [{"epoch": n // 2, "rank": n % 2, "work_s": 1.0 + n, "wait_s": 4.0 - n} for n in range(4)]
+    figure = draw_training(History(history(2), work), STORM, None)
+    assert [panel.get_ylabel() for panel in figure.axes] == ["loss", "accuracy", "seconds", "workers"]
+    panel = figure.axes[2]
+    assert [list(line.get_ydata()) for line in panel.get_lines()[:4]] == [[1, 3], [2, 4], [4, 2], [3, 1]]
+    legend = [text.get_text() for text in panel.get_legend().get_texts()]
+    assert legend == ["work (most: rank 1)", "waiting (most: rank 0)"]
+
+
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
 def test_a_picture_is_written_as_its_path_says(tmp_path, ending):
     path = tmp_path / f"plot.{ending}"

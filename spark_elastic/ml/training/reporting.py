@@ -33,6 +33,8 @@ class RunView:
         self._logs: tuple[int, Logs] = (-1, {})  # the last `logs`, with the `serial` that they were computed at
         self.step_seconds = [0.0]
         """The time of a step, and how long each rank works in it: moving averages. No ranks: unknown."""
+        self.timed = [0.0, 0.0]
+        """The seconds of this epoch's steps in this world whose times are known, and each rank's work in them."""
         self.wants_restore = False
         self.caller = Callback()  # the callback whose `on_epoch_end` is running
         self.stop_reason = ""  # set by `stop` and never cleared: all act on it at the next reduction
@@ -73,6 +75,16 @@ class RunView:
             now = [step_s, *(each / 1e9 for each in worked_ns)]
             before = self.step_seconds if len(self.step_seconds) == len(now) else now
             self.step_seconds = [0.9 * then + 0.1 * each for then, each in zip(before, now, strict=True)]
+            self.timed = [total + each for total, each in zip(self.timed, now, strict=True)]
+
+    def work(self) -> list[Row]:
+        """Return this epoch's rows of `History.work`."""
+        total_s, *worked_s = self.timed
+        return [
+            {"epoch": self.epoch, "rank": rank, "work_s": each, "wait_s": max(0.0, total_s - each)}
+            for rank, each in enumerate(worked_s)
+            if self.size > 1 and each
+        ]
 
     def stop(self, reason: str) -> None:
         self.stop_reason = reason or "a callback requested the end of the training"

@@ -145,6 +145,7 @@ class Progress:
         return {
             "phase": self.phase.value,
             "history": self.history.to_json(),
+            "work": list(self.history.work),
             "stopped": self.stopped,
             "best_epoch": self.best_epoch,
             **{name: getattr(self, name) for name in _COUNTS},
@@ -160,7 +161,7 @@ class Progress:
         values |= {name: np.array(document[name], dtype=np.float64) for name in _SUMS}
         return cls(
             phase=TrainingPhase(document["phase"]),
-            history=History.from_json(document["history"]),
+            history=History.from_json(document["history"], document.get("work")),
             stopped=str(document["stopped"]),
             best_epoch=document["best_epoch"],
             pieces=pieces,

@@ -124,6 +124,7 @@ class Trainer:
             return  # a worker was lost after the end, and this one took over the final state
         self.engine.use_threads(threads_for(self.training.num_threads, host_cores(), world.local_size))
         self.engine.worked_ns = 0  # it counts from the second step on
+        self.view.timed = [0.0] * (world.size + 1)
         self._balancer = None
         if self.training.balance == "auto":
             self._balancer = Balancer(world.size, *self.engine.divided(self._batch_size))
@@ -337,10 +338,11 @@ class Trainer:
             epoch=at.epoch + 1,
             step=at.step,
             serial=at.serial + 1,
-            history=at.history.with_row(row),
+            history=at.history.with_row(row, view.work()),
             stopped=stopped,
             best_epoch=at.epoch if view.wants_best else at.best_epoch,
         )
+        view.timed = [0.0] * len(view.timed)
         self._checkpoints.after_epoch(view, finished)
         view.clear_requests()
         if view.rank == 0:
@@ -348,11 +350,15 @@ class Trainer:
         self.state.check_host_updates()
 
     def _epoch_logs(self, at: Progress) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the values of training and of validation, computed of rank 0's sums: the same bits on all workers."""
-        now = clock.wall()
-        facts = torch.tensor([now - (at.began or now), now, *at.sums, *at.val_sums], dtype=torch.float64)
+        """Return the values of training and of validation, computed of rank 0's sums: the same bits on all workers.
+
+        All workers take rank 0's times of the steps, too.
+        """
+        now, count = clock.wall(), 2 + len(self.view.timed)
+        times = [now - (at.began or now), now, *self.view.timed]
+        facts = torch.tensor([*times, *at.sums, *at.val_sums], dtype=torch.float64)
         broadcast_(facts, 0)
-        (seconds, ended), numbers = facts[:2].tolist(), facts[2:].numpy()
+        (seconds, ended, *self.view.timed), numbers = facts[:count].tolist(), facts[count:].numpy()
         train_sums, val_sums = numbers[: at.sums.size], numbers[at.sums.size :]
         logs = {
             "epoch": at.epoch,

@@ -1,5 +1,7 @@
 """KerasState: what it copies, puts back and takes over."""
 
+import pickle
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import pytest
 import spark_elastic.keras as hvd
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.keras.elastic import KerasState
+from spark_elastic.keras.elastic.handlers import ModelHandler
 from tests.nightly import by_night
 from tests.unit.worlds import together
 
@@ -154,6 +157,14 @@ class Plain(keras.Model):
 
     def call(self, inputs):
         return self.last(self.first(inputs))
+
+
+def test_the_build_of_a_model_that_was_loaded_can_be_sent():
+    model = Plain()
+    model.build_from_config({"input_shape": [1, 2]})
+    model(np.zeros((1, 2), "float32"))
+    sent = pickle.loads(pickle.dumps(ModelHandler(model).metadata()))
+    assert sent == model.get_build_config()
 
 
 def different_models():

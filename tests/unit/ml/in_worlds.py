@@ -197,7 +197,7 @@ def in_worker_with_shares(
 ) -> Any:
     """Train with shares by speed; each third worker from the first on takes three times as long for a row.
 
-    The second has memory for `most` rows. Adds the shares that this worker has had to the outcome, and tells of each.
+    The second has memory for `most` rows. Adds this worker's shares, of which it tells, and `History.work`.
     """
     from spark_elastic.ml.training.trainer import Trainer
     from tests.unit.world_link import link
@@ -205,11 +205,12 @@ def in_worker_with_shares(
     worker = link().worker
     seconds = SLOW_ROW_S if worker % 3 == 1 else FAST_ROW_S
     trainings = importlib.import_module(f"tests.unit.ml.{framework}.trainings")
-    plain_balance, shares = Trainer._set_shares, []
+    plain_balance, shares, trainers = Trainer._set_shares, [], []
 
     def set_shares(trainer: Any, given: Any) -> None:
         plain_balance(trainer, given)
         shares.append(given)
+        trainers.append(trainer)
         tell("shares", given)
         plain_step = type(trainer.engine).step
 
@@ -225,4 +226,5 @@ def in_worker_with_shares(
     changes = {} if variant is None else trainings.variant_of(variant)
     changes = {"epochs": LONG, "balance": "auto", **changes, "callbacks": [Telling()]}
     training = trainings.make_training(data, folder, **changes)
-    return {**trainings.outcome(training), "shares": shares}
+    outcome = trainings.outcome(training)
+    return {**outcome, "shares": shares, "work": trainers[-1].view.history.work}

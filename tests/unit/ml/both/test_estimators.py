@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql.types import ArrayType, DoubleType, FloatType, StructField, StructType
 
-from spark_elastic import LocalLauncher
+from spark_elastic import Callback, LocalLauncher
 from spark_elastic.data.dataset import Dataset
 from spark_elastic.errors import StoreError
+from tests.unit.ml.test_damaged_files import SESSION, changed_metadata
 from tests.unit.ml.torch.estimators import make_set
+
+PAUSE_S = 0.05
 
 SCHEMA = StructType([StructField("features_0", ArrayType(FloatType()))])
 
@@ -72,6 +76,40 @@ def test_trained_weights_depend_on(name: str, framework: Any, fit: Any, plain: A
 def test_shares_by_speed_are_a_setting_of_the_training(fit: Any) -> None:
     _, made = fit(balance="auto", epochs=1)
     assert made.training.balance == "auto"
+
+
+class SlowWorker(Callback):
+    """Makes each step of the last rank take `PAUSE_S` longer."""
+
+    def on_fit_begin(self, run: Any) -> None:
+        step, pause_s = run.engine.step, PAUSE_S if run.rank else 0.0
+
+        def slowly(*args: Any) -> Any:
+            time.sleep(pause_s)
+            return step(*args)
+
+        run.engine.step = slowly
+
+
+def test_slow_worker_is_seen_in_the_history_also_after_save_and_resume(
+    framework: Any, dataset: Dataset, tmp_path: Path
+) -> None:
+    here = framework.estimators.HereEstimator
+    changes = {"num_proc": 2, "callbacks": [SlowWorker()], "checkpoint_dir": str(tmp_path / "runs"), "run_id": "a"}
+    model = here.__base__(**framework.estimators.settings(**changes)).from_dataset_path(dataset)
+    work = model.history.work
+    assert [(row["epoch"], row["rank"]) for row in work] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    fast, slow = work[2:]
+    assert slow["work_s"] > 5.9 * PAUSE_S, "six steps"
+    assert fast["wait_s"] > slow["wait_s"]
+    folder = str(tmp_path / "model")
+    model.write().session(SESSION).save(folder)
+    reader = type(model).read().session(SESSION)
+    assert reader.load(folder).history.work == work
+    changed_metadata(Path(folder), lambda about: about["facts"].pop("work"))
+    assert reader.load(folder).history.work == (), "as 0.2.0 saved"
+    resumed = here(**framework.estimators.settings(**changes, epochs=3)).from_dataset_path(dataset)
+    assert (len(resumed.history), resumed.history.work) == (3, work), "the last epoch is of a world of one"
 
 
 def test_verbose_prints_a_line_for_each_epoch(fit: Any, capsys: pytest.CaptureFixture[str]) -> None:
