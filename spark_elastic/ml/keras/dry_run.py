@@ -192,8 +192,8 @@ def _shapes(ready: PreparedModel, arrays: Sequence[Any]) -> str:
         shape = list(outputs[at].shape)[1:] if at < len(outputs) else list(label.shape[1:])
         if shape != list(label.shape[1:]) and label.size == len(label) * math.prod(n or 0 for n in shape):
             return (
-                f" {name} is {['rows', *label.shape[1:]]} and the output {['rows', *shape]}: they seem to be compared "
-                "in all pairs; give them one shape in the loss, or by label_shapes."
+                f" {name} is {['rows', *label.shape[1:]]} and the output {['rows', *shape]}: if the loss compares "
+                "them in all pairs, give them one shape there, or by label_shapes."
             )
     return ""
 

@@ -233,7 +233,7 @@ def test_mean_by_row_or_fraction_passes_the_trial_step(loss, layer, rows, number
         (root, None, "even", "the loss root is not a mean over rows: .* divided into 16 parts"),
         (scalar_fraction, None, "plain", r"Return a value for each row .*loss_is_per_worker"),
         (all_but_one, None, "rare", "the loss all_but_one is not a mean over rows: .* for the first 90 rows"),
-        (Pairs(), None, "plain", r"label_0 is \['rows'\] and the output \['rows', 1\]: .* compared in all pairs"),
+        (Pairs(), None, "plain", r"label_0 is \['rows'\] and the output \['rows', 1\]: .* compares them in all pairs"),
         (losses.Dice(), None, "plain", "the loss dice is not a mean"),
         ("mse", "sum, noise", "plain", "the loss added by adds.* is not a mean"),
         (mean, None, "weighted", "the loss mean returns one number for all rows, which sample weights cannot"),
