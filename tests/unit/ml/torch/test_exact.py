@@ -85,16 +85,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "lr_scheduler": trainings.plateau,
         "metrics": {"by_class": trainings.SumMetric(), "outputs": trainings.ListMetric()},
     },
-    "random generators of the model and of the loss": {
-        "noise": True,
-        "loss": Smoothed(),
-    },
-    "windows of rows, one row in some shards": {
-        "order": "lanes",
-        "batch_size": 67,
-        "norm": True,
-        "epochs": 2,
-    },
+    "random generators of the model and of the loss": {"noise": True, "loss": Smoothed()},
+    "windows of rows, one row in some shards": {"order": "lanes", "batch_size": 67, "norm": True, "epochs": 2},
 }
 
 
