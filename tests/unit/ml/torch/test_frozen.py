@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from spark_elastic import ElasticTorchEstimator, LocalLauncher
+from spark_elastic import ElasticTorchEstimator
 from spark_elastic.collective.group import Group
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.store import Store
@@ -29,7 +29,7 @@ from spark_elastic.ml.training.spec import CheckpointPlan
 from spark_elastic.runs.tensors import from_bytes
 from spark_elastic.wire.pickling import dumps
 from tests.unit.ml.in_worlds import checkpoints_in
-from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, settings, weights_of
+from tests.unit.ml.torch.estimators import estimator, make_net, settings, transformers_estimator, weights_of
 from tests.unit.ml.torch.test_model_functions import saved_and_loaded
 from tests.unit.ml.torch.trainings import outcome
 from tests.unit.world_link import die, link, tell
@@ -170,13 +170,8 @@ def test_lora_reduces_sends_and_writes_what_trains_and_outlives_a_kill(
 
 
 def fitted_here(model: Any, texts: Dataset, **changes: Any) -> ElasticTorchModel:
-    chosen = {"optimizer": adam, "batch_size": BATCH, "epochs": EPOCHS, "shuffle": False, "num_proc": 1, **changes}
-    made = HereEstimator.from_transformers(
-        model, **NAMES, **chosen, run_options={"launcher": LocalLauncher()}, verbose=0
-    )
-    made.clear(made.feature_cols)  # of a dataset of `pack`, whose columns have the names of tensors
-    made.clear(made.label_cols)
-    return made.from_dataset_path(texts)
+    chosen = {"optimizer": adam, "batch_size": BATCH, "epochs": EPOCHS, "shuffle": False, **changes}
+    return transformers_estimator(model, **NAMES, **chosen).from_dataset_path(texts)
 
 
 def with_gradient_checkpointing() -> nn.Module:
