@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -121,6 +121,10 @@ class Group:
         self.log.launched("broadcast", tensor, root)
         way = self.nccl if by_nccl and self.nccl is not None else self.shared_memory or self.gloo
         return way.broadcast(as_bytes(tensor), root)
+
+    def may_use_nccl(self, devices: Set[torch.device]) -> bool:
+        """Return True if this member has its tensors on one GPU, and NCCL has not connected another one."""
+        return len(devices) == 1 and self.nccl is not None and self.nccl.fits(*devices)
 
     @in_one_thread
     def uses_nccl(self, device: torch.device) -> bool:

@@ -128,7 +128,8 @@ def broadcast_tensors(
     """Overwrite each tensor with that of `root_rank`, in few large messages.
 
     Small tensors are packed into chunks of at most `_CHUNK_BYTES`. Each large one is sent separately, without a copy if
-    it is contiguous. NCCL sends those that all members have on their GPUs; others go through the hosts' memory.
+    it is contiguous. NCCL sends those that all members have on their GPUs, and leaves them as they are if a peer is
+    lost; others go through the hosts' memory.
     Raises MismatchError if types or shapes differ between members.
     """
     group = process_set.group()
@@ -139,8 +140,9 @@ def broadcast_tensors(
     on_gpu = [reduce.is_on_gpu(tensor) for tensor in plain]
     gpus = {tensor.device for tensor, there in zip(plain, on_gpu, strict=True) if there}
     about = f"root_rank={root_rank}: {'; '.join(map(describe_tensor, tensors))}"
-    alike = agree(group, "broadcast_tensors", about, detail=f"{len(gpus)} GPUs: {on_gpu}")
-    if alike and len(gpus) == 1 and group.uses_nccl(device := gpus.pop()):
+    by_nccl = group.may_use_nccl(gpus)
+    alike = agree(group, "broadcast_tensors", about, detail=f"{by_nccl}: {on_gpu}")
+    if alike and by_nccl and group.uses_nccl(device := gpus.pop()):
         _broadcast_on(device, group, [tensor for tensor, there in zip(plain, on_gpu, strict=True) if there], root, True)
         plain = [tensor for tensor, there in zip(plain, on_gpu, strict=True) if not there]
     _broadcast_on(torch.device("cpu"), group, plain, root, False)
@@ -156,6 +158,8 @@ def _broadcast_on(
         size = tensor.numel() * tensor.element_size()
         if size >= _CHUNK_BYTES // 8:  # decided by size alone, so that all members divide the tensors in the same way
             wire = tensor.to(device).contiguous()
+            if by_nccl and group.rank != root:  # an abort leaves garbage, and a survivor's own tensor may be right
+                wire = torch.empty_like(wire)
             group.wait(group.broadcast(as_bytes(wire), root, by_nccl))
             if wire.data_ptr() != tensor.data_ptr():
                 tensor.copy_(wire)

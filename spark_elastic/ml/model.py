@@ -20,7 +20,7 @@ from spark_elastic.ml.added_columns import BY_CLASS, AddedColumn, OutputShape, s
 from spark_elastic.ml.fitted import Fitted
 from spark_elastic.ml.persistence import Savable
 from spark_elastic.ml.serving import Predictor, Serving, tensors_for
-from spark_elastic.ml.shared_params import FeatureColumns, OutputParams
+from spark_elastic.ml.shared_params import NOTHING_ADDED, FeatureColumns, OutputParams
 from spark_elastic.reporting.history import History, draw_training
 from spark_elastic.spark.cluster import Cluster
 from spark_elastic.spark.session import cluster_of
@@ -304,10 +304,7 @@ class ElasticModel(FeatureColumns, OutputParams, Savable, Model):
                     "'binary_probability'"
                 )
         if not added:
-            raise InvalidSettingsError(
-                "transform has nothing to add: output_cols is [], and there is no prediction_col, probability_col or "
-                "raw_prediction_col"
-            )
+            raise InvalidSettingsError(NOTHING_ADDED)
         return tuple(added)
 
     def _rule(self, output: OutputShape) -> str | None:

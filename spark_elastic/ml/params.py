@@ -113,13 +113,16 @@ def grouped_names(name: str, value: str | Sequence[str] | Sequence[Sequence[str]
     return names(name, value)  # type: ignore[arg-type]
 
 
-def shapes(name: str, value: Any) -> list[list[int]]:
-    """Convert to a shape per tensor, without the rows: `[[28, 28], []]`. A single shape needs no list: `(28, 28)`."""
-    if _is_list(value) and len(value) and not any(_is_list(each) for each in value):
+def shapes(name: str, value: Any) -> list[list[int] | None]:
+    """Convert to a shape, without the rows, or None per tensor: `[[28, 28], None]`. One shape needs no list."""
+    if _is_list(value) and len(value) and not any(each is None or _is_list(each) for each in value):
         value = [value]
-    if not _is_list(value) or not len(value) or not all(_is_list(each) for each in value):
-        raise wrong(name, "a list of shapes, such as [(28, 28), (5,)]", value)
-    return [[whole_number(f"{name}[{i}]", size, at_least=1) for size in shape] for i, shape in enumerate(value)]
+    if not _is_list(value) or not len(value) or not all(each is None or _is_list(each) for each in value):
+        raise wrong(name, "a list of shapes, such as [(28, 28), None] (None: as in its column)", value)
+    return [
+        shape if shape is None else [whole_number(f"{name}[{i}]", size, at_least=1) for size in shape]
+        for i, shape in enumerate(value)
+    ]
 
 
 def dtypes(name: str, value: Any) -> list[str | None]:

@@ -59,7 +59,7 @@ def flat_names(names: Sequence[Any]) -> list[str]:
 def features(
     schema: Any,
     feature_cols: Sequence[Any],
-    input_shapes: Sequence[Sequence[int]] | None,
+    input_shapes: Sequence[Sequence[int] | None] | None,
     input_dtypes: Sequence[str | None] | None = None,
     allow_text: bool = True,
 ) -> Tensors:
@@ -84,7 +84,7 @@ def features(
             raise InvalidSettingsError(f"{len(given)} {name} for {len(groups)} inputs ({inputs}); give one for each")
     made = Tensors({})
     for index, group in enumerate(groups):
-        shape = None if input_shapes is None else tuple(input_shapes[index])
+        shape = None if input_shapes is None else input_shapes[index]
         dtype = None if input_dtypes is None else input_dtypes[index]
         if dtype is None and len(group) > 1 and not nested:
             dtype = FLOAT
@@ -95,7 +95,7 @@ def features(
 def labels(
     schema: Any,
     label_cols: Sequence[str | Sequence[str]],
-    label_shapes: Sequence[Sequence[int]] | None,
+    label_shapes: Sequence[Sequence[int] | None] | None,
     dtypes: Sequence[str | None] = (),
     allow_text: bool = True,
 ) -> Tensors:
@@ -107,7 +107,7 @@ def labels(
         raise InvalidSettingsError(f"{len(label_shapes)} label_shapes for {len(label_cols)} label_cols")
     made = Tensors({})
     for index, each in enumerate(label_cols):
-        shape = None if label_shapes is None else tuple(label_shapes[index])
+        shape = None if label_shapes is None else label_shapes[index]
         alone, names = isinstance(each, str), flat_names([each])
         one = _tensor(schema, f"{LABEL}{index}", names, shape, "label_cols", allow_text, alone_is_scalar=alone)
         if not alone and len(names) == 1 and one.dtypes and not is_list(schema[names[0]].dataType):
@@ -132,7 +132,7 @@ def _tensor(
     schema: Any,
     tensor: str,
     names: Sequence[str],
-    shape: tuple[int, ...] | None,
+    shape: Sequence[int] | None,
     setting: str,
     allow_text: bool,
     alone_is_scalar: bool = False,
@@ -140,6 +140,7 @@ def _tensor(
 ) -> Tensors:
     """Return one tensor of one or more columns; without `dtype` int64 for integers and times, float32 for the rest."""
     kinds = [element_type(find_column(schema, name, setting).dataType) for name in names]
+    shapes = {} if shape is None else {tensor: tuple(shape)}
     if any(kind in _OPAQUE for kind in kinds):
         if len(names) > 1:
             raise DataError(f"{setting} {list(names)}: strings and binary cannot be joined with other columns")
@@ -156,17 +157,13 @@ def _tensor(
                 f"{setting} {names[0]!r} is {_type_name(schema, names[0])}, which a model cannot take; {remedy}, or a "
                 "transformation_fn makes arrays of each batch"
             )
-        return Tensors({tensor: names[0]}, shapes={} if shape is None else {tensor: shape})
+        return Tensors({tensor: names[0]}, shapes=shapes)
     # `materialize` checks everything else about a column.
     if dtype is None:
         dtype = INTEGER if all(kind in INTEGERS | TIMES for kind in kinds) else FLOAT
     integer = np.dtype(dtype).kind in "iu"
     alone = len(names) == 1 and (alone_is_scalar or integer or is_list(schema[names[0]].dataType))
-    return Tensors(
-        {tensor: names[0] if alone else tuple(names)},
-        {tensor: np.dtype(dtype).str},
-        {} if shape is None else {tensor: shape},
-    )
+    return Tensors({tensor: names[0] if alone else tuple(names)}, {tensor: np.dtype(dtype).str}, shapes)
 
 
 def is_list(spark_type: Any) -> bool:

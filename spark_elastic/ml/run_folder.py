@@ -131,9 +131,13 @@ def _check_identity(run: Store, identity: Mapping[str, Any], run_id: str | None)
         )
     if different:
         name = different[0]
+        was, now = repr(found.get(name)), repr(identity.get(name))
+        differ = (at for at, (a, b) in enumerate(zip(was, now, strict=False)) if a != b)
+        at = max(0, next(differ, 0) - 40)  # the repr of a model is long, and begins equal
+        was, now = (("..." if at else "") + each[at : at + 80] for each in (was, now))
         raise CheckpointError(
-            f"run_id={run_id!r} has checkpoints of another training: {name} was {found.get(name)!r:.80} and is "
-            f"{identity.get(name)!r:.80} now. Choose another run_id, or set resume=False to replace them"
+            f"run_id={run_id!r} has checkpoints of another training: {name} was {was} and is {now} now. Choose another "
+            "run_id, or set resume=False to replace them"
         )
 
 

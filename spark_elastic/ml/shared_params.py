@@ -19,7 +19,7 @@ from spark_elastic.runs.folder import check_run_id
 from spark_elastic.settings import ScalingSettings, declarations
 
 Missing: TypeAlias = Literal["error", "skip"] | float
-Shapes: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
+Shapes: TypeAlias = Sequence[int] | Sequence[Sequence[int] | None]
 DType: TypeAlias = str | type | np.dtype[Any]
 ColumnsFunction: TypeAlias = Callable[[dict[str, Any]], Mapping[str, Any]]
 Compression: TypeAlias = Literal["none", "fp16", "bf16"]
@@ -41,6 +41,10 @@ RUN_OPTIONS = tuple(each.name for each in declarations(RunSettings) if each.name
 """The arguments of `spark_elastic.run` that are not settings of the estimators themselves."""
 
 WRITE_OPTIONS = ("pad_to", "variable", "sparse", "allow_nan", "shard_bytes", "pre_shuffle")
+NOTHING_ADDED = (
+    "transform has nothing to add: output_cols is [], and there is no prediction_col, probability_col or "
+    "raw_prediction_col"
+)
 OF_CLASSES = ("probability", "raw_prediction")  # columns that are made by default where the prediction is a class
 READ_OPTIONS = ("order", "prefetch", "cache_dir", "cache_bytes")
 """Arguments of `materialize` (WRITE_OPTIONS) and `BatchReader` (READ_OPTIONS) that are not settings themselves."""
@@ -60,8 +64,8 @@ class FeatureParams(FeatureColumns):
     """The inputs of the model."""
 
     input_shapes, getInputShapes, setInputShapes = setting(
-        "shape of one row of each input, such as [(1, 28, 28)]. Default: as in its column; [] for a single column of "
-        "integers. Binary columns need it, and are uint8.",
+        "shape of one row of each input, such as [(1, 28, 28), None]. Default, and None: as in its column; [] for a "
+        "single column of integers. Binary columns need it, and are uint8.",
         to.shapes,
     )
     input_dtypes, getInputDtypes, setInputDtypes = setting(
@@ -402,10 +406,13 @@ class OutputParams(ElasticParams):
 
     def _check_together(self) -> None:
         super()._check_together()
-        named = ["prediction_col", *(f"{each}_col" for each in OF_CLASSES if self.isSet(f"{each}_col"))]
-        added = [*(self._given("output_cols") or []), *filter(None, map(self._given, named))]
+        outputs, of_classes = self._given("output_cols") or [], [f"{each}_col" for each in OF_CLASSES]
+        named = [each for each in of_classes if self.isSet(each) or self._given(each) not in outputs]
+        added = [*outputs, *filter(None, map(self._given, ["prediction_col", *named]))]
+        if not added and self._given("output_cols") is not None:
+            raise InvalidSettingsError(NOTHING_ADDED)
         if repeated := [name for name in added if added.count(name) > 1]:
             raise InvalidSettingsError(
                 f"{repeated[0]!r} would be {added.count(repeated[0])} of the output columns; give output_cols, "
-                "prediction_col, probability_col and raw_prediction_col different names"
+                "prediction_col, probability_col and raw_prediction_col different names, or None"
             )

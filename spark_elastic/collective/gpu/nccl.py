@@ -137,9 +137,11 @@ class NcclReductions:
         if self._device is None:
             self._decide(tensor.device)
             self._device = tensor.device
-        # the communicator is of one device: torch would connect another one, which cannot be interrupted
-        here = bool(tensor.device == self._device)
-        return self.used and here and tensor.dtype in _NCCL_TYPES and tensor.is_contiguous()
+        return self.used and self.fits(tensor.device) and tensor.dtype in _NCCL_TYPES and tensor.is_contiguous()
+
+    def fits(self, device: torch.device) -> bool:
+        """Return True unless the communicator is of another device; torch would connect one that nothing interrupts."""
+        return self._device is None or bool(self._device == device)
 
     def _decide(self, device: torch.device) -> None:
         mine = json.dumps(member_device(device)).encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)

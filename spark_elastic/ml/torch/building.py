@@ -13,7 +13,7 @@ from spark_elastic.ml.torch.engine import objective_of
 from spark_elastic.ml.torch.model_function import ModelFunction, seeded
 from spark_elastic.ml.torch.model_step import ModelStep, StepPosition
 from spark_elastic.ml.torch.objective import BatchMaker
-from spark_elastic.ml.torch.serialization import frozen_digests, refuse_differing
+from spark_elastic.ml.torch.serialization import frozen_digests
 from spark_elastic.ml.torch.spec import TorchTraining
 from spark_elastic.ml.training.dry_run import ROWS, user_code
 from spark_elastic.ml.training.engine import first_rows
@@ -22,7 +22,8 @@ from spark_elastic.ml.training.engine import first_rows
 def built(training: TorchTraining) -> TorchTraining:
     """Return the training with a module for its model, which may be a function, and digests of its frozen parameters.
 
-    Raises InvalidSettingsError if these are not those of the model on the driver.
+    In a worker, these are of the parameters that equal those of the driver's model. Others are sent and written: of a
+    function, another kind of CPU or number of threads may draw or compute weights whose last bits differ.
     """
     function = training.model
     if isinstance(function, ModelFunction):
@@ -31,8 +32,8 @@ def built(training: TorchTraining) -> TorchTraining:
             if lazy_names(training.model):
                 initialize(training)
     frozen = frozen_digests(training.model)
-    given = frozen if training.frozen is None else training.frozen
-    refuse_differing([name for name in {**given, **frozen} if given.get(name) != frozen.get(name)])
+    if training.frozen is not None:
+        frozen = {name: known for name, known in training.frozen.items() if frozen.get(name) == known}
     return replace(training, frozen=frozen)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import re
@@ -9,7 +10,6 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from spark_elastic.ml.torch.model import TorchPredictor
 from spark_elastic.ml.torch.model_function import ModelFunction
 from spark_elastic.ml.torch.model_step import ForwardResult, LoggedName, ModelStep, StepPosition, TorchBatch
 from spark_elastic.ml.torch.objective import BatchMaker, Objective, rule
-from spark_elastic.ml.torch.serialization import trained_copy, weights_to_bytes
+from spark_elastic.ml.torch.serialization import changed_names, frozen_digests, trained_copy, weights_to_bytes
 from spark_elastic.ml.torch.spec import LearningRateSchedule, TorchTraining, build_optimizer
 from spark_elastic.ml.training import dry_run as common
 from spark_elastic.ml.training.dry_run import DryRunResult, user_code
@@ -112,7 +112,7 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
         result = _kept(objective.forward(model, part))
         share = objective.share(result, part.rows, result.counts if objective.coupled else ())
     _check_forward_changes(training, objective, model, versions)
-    moved = [name for name, value in _own_buffers(model).items() if not torch.equal(value, buffers.get(name, value))]
+    moving = [name for name, value in _own_buffers(model).items() if not torch.equal(value, buffers.get(name, value))]
     validation = _validation(training, objective, part)
     logged = _logged(result, validation)
     metrics = TorchMetricAccumulator(objective, training.metrics, logged)
@@ -162,11 +162,12 @@ def _step(training: TorchTraining, batch: Batch) -> tuple[ForwardResult, dict[st
         row = common.check_monitors(training, training.callbacks, logs, val_logs)
         schedule.after_step()
         schedule.after_epoch(row)
+    moved = _moved_parameters(training, objective, model, part)
     check_losses(training, objective, part, result)
-    if moved and part.rows > 1 and not training.loss_is_per_worker:
-        _warn_of_buffers_by_rows(objective, model, BatchMaker(training, torch.device("cpu")).parts(batch, 2), moved)
+    if (moving := [*moving, *moved]) and part.rows > 1 and not training.loss_is_per_worker:
+        _warn_of_buffers_by_rows(objective, model, BatchMaker(training, torch.device("cpu")).parts(batch, 2), moving)
     _check_writable(training, model, optimizer, schedule)
-    return result, {"logged": logged, "paired": objective.paired}
+    return result, {"logged": logged, "paired": objective.paired, "moved": moved}
 
 
 def _check_parts(training: TorchTraining) -> None:
@@ -223,6 +224,33 @@ def _check_forward_changes(
         )
 
 
+def _moved_parameters(
+    training: TorchTraining, objective: Objective, model: torch.nn.Module, part: TorchBatch
+) -> list[str]:
+    """Return the names of frozen parameters that forward changes, as those of a momentum encoder.
+
+    Raises InvalidSettingsError if the training is to be exact: a worker calls the model once for each of its shards.
+    """
+    if not (frozen := frozen_digests(model)):
+        return []
+    trained = [param.data for param in model.parameters() if param.requires_grad]
+    for value in trained:  # an average that begins with the trained values changes when these have changed
+        value.mul_(2.0)
+    with contextlib.suppress(Exception), single_row_norm(model, part.rows):  # of other weights than the user's
+        objective.forward(model, part)
+    for value in trained:
+        value.mul_(0.5)
+    changed = changed_names(model, frozen)
+    moved = [name for name, _ in model.named_parameters() if name in changed]
+    if moved and training.virtual_workers is not None:
+        raise InvalidSettingsError(
+            f"forward changes {', '.join(moved[:3])} of the model, and with consistency='exact' a worker calls it once "
+            "for each of its shards, whose number follows from the world. Change them in a hook of the optimizer "
+            "instead: register_step_post_hook"
+        )
+    return moved
+
+
 def _own_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the dense buffers of a model but those of batch normalisation, which `unconverted` returns."""
     modules = [(name, each) for name, each in model.named_modules() if not is_batch_norm(each)]
@@ -237,21 +265,23 @@ def _own_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _warn_of_buffers_by_rows(
     objective: Objective, model: torch.nn.Module, parts: Sequence[TorchBatch], names: Sequence[str]
 ) -> None:
-    """Warn of buffers, of those named, that two parts of a batch would leave with different values."""
-    start = {name: value.clone() for name, value in model.named_buffers() if value.layout == torch.strided}
+    """Warn of buffers and frozen parameters, of those named, that parts of a batch would leave with other values."""
+    params = {name: value for name, value in model.named_parameters() if name in names}
+    tensors = {**params, **{name: value for name, value in model.named_buffers() if value.layout == torch.strided}}
+    start = {name: value.detach().clone() for name, value in tensors.items()}
     generator = torch.random.get_rng_state()
     found = []
     for part in parts:
         torch.random.set_rng_state(generator)
         with torch.no_grad(), single_row_norm(model, part.rows):
             objective.forward(model, part)
-        left = dict(model.named_buffers())
-        found.append({name: left[name].clone() for name in names})
+        left = {**params, **dict(model.named_buffers())}
+        found.append({name: left[name].detach().clone() for name in names})
         for name, value in start.items():
             left[name].data = value.clone()
     common.warn_of_local_batch_statistics(
         [name for name in names if not torch.equal(found[0][name], found[1][name])],
-        "forward changes these buffers by the rows that it is called with",
+        "forward changes these buffers or frozen parameters by the rows that it is called with",
         "Set loss_is_per_worker=True",
     )
 
@@ -283,7 +313,7 @@ def _check_copy(training: TorchTraining, copied: TorchTraining) -> None:
         )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _gradients_at_once(model: torch.nn.Module) -> Iterator[None]:
     """Raise InvalidSettingsError if a backward pass adds to the gradient of a parameter several times."""
     counts: Counter[str] = Counter()

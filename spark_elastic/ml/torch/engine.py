@@ -73,6 +73,7 @@ class TorchEngine(Engine):
         self._others = [param for param in with_grad if id(param) not in trained]
         """Parameters of no optimizer. Their gradients differ between workers and must not accumulate."""
         self._frozen = training.frozen or {}  # what no file of the training needs as long as it is unchanged
+        self.moved = [param for name, param, _ in self._named if name in training.moved]
         self._buffers = list(model.buffers())
         self._synchronised = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
         self.has_own_statistics = any(

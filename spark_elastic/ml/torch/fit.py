@@ -20,7 +20,7 @@ from spark_elastic.ml.torch.dry_run import dry_run
 from spark_elastic.ml.torch.model import ElasticTorchModel
 from spark_elastic.ml.torch.model_function import ModelFunction
 from spark_elastic.ml.torch.model_step import ModelStep, model_step_of
-from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining, check_parameters
+from spark_elastic.ml.torch.spec import MODEL_FILE, TorchTraining, check_compiler, check_parameters
 from spark_elastic.ml.torch.train import train
 from spark_elastic.runs.trust import trusted_files
 from spark_elastic.wire.pickling import round_trip
@@ -38,6 +38,7 @@ class TorchFit(FitRun[TorchTraining, ElasticTorchModel]):
         model, optimizer = self.given("model"), self.given("optimizer")
         step = model_step_of(self.given("train_fn"))
         self._check_model(model, step)
+        check_compiler(self.given("compile"))
         if optimizer is None and (step is None or not step.makes_optimizer):
             raise InvalidSettingsError(
                 "optimizer is not set: torch.optim.Adam(model.parameters(), lr=1e-3), for example"

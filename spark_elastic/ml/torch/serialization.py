@@ -39,12 +39,21 @@ def frozen_digests(module: torch.nn.Module) -> dict[str, str]:
         name: "" if name.startswith(unused) else digest(each).hex()
         for name, each in module.state_dict(keep_vars=True).items()
         # those of other classes, such as quantized ones, may have contents that no digest sees
-        if type(each) is torch.nn.Parameter and not each.requires_grad and not each.is_meta
+        if type(each) is torch.nn.Parameter
+        and not each.requires_grad
+        and not each.is_meta
+        and each.layout is torch.strided
     }
 
 
 def _is_as(tensor: torch.Tensor, known: str) -> bool:
     return not known or digest(tensor).hex() == known
+
+
+def changed_names(module: torch.nn.Module, frozen: Mapping[str, str]) -> set[str]:
+    """Return the names of parameters whose digests are no longer those of `frozen_digests`."""
+    given = module.state_dict()
+    return {name for name, known in frozen.items() if name not in given or not _is_as(given[name], known)}
 
 
 def refuse_differing(differing: Sequence[str]) -> None:
@@ -67,7 +76,8 @@ def state_of(
     Parameters that still have the digests `frozen` are left out; their digests are in the `_metadata`.
     """
     given = module.state_dict()
-    left = {name: known for name, known in frozen.items() if _is_as(given[name], known)}
+    changed = changed_names(module, frozen)
+    left = {name: known for name, known in frozen.items() if name not in changed}
     state: Any = detached(OrderedDict((name, each) for name, each in given.items() if name not in left), where, copy)
     others = {name: each for name, each in module.named_buffers() if name not in given}
     extra = {_BUFFERS: detached(others, where, copy)} if others else {}
@@ -83,7 +93,7 @@ def load_state(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     metadata = getattr(state, "_metadata", {})
     if left := metadata.get(_FROZEN):
         given = module.state_dict()
-        refuse_differing([name for name, known in left.items() if name not in given or not _is_as(given[name], known)])
+        refuse_differing(sorted(changed_names(module, left)))
         merged: Any = OrderedDict({**state, **{name: given[name] for name in left}})
         merged._metadata = metadata
         state = merged
@@ -143,8 +153,9 @@ def fill(module: torch.nn.Module, weights: dict[str, Any]) -> torch.nn.Module:
     """Load weights into the tensors of a module, which may be hollow; raise CheckpointError if they do not fit."""
     if not isinstance(weights, dict):
         raise CheckpointError(f"the saved weights are a {type(weights).__name__}, not tensors by name")
-    for tensor in module.state_dict(keep_vars=True).values():
-        if torch.nn.parameter.is_lazy(tensor) or not isinstance(tensor, torch.Tensor):
+    left = getattr(weights, "_metadata", {}).get(_FROZEN, {})
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if name in left or torch.nn.parameter.is_lazy(tensor) or not isinstance(tensor, torch.Tensor):
             continue  # a lazy tensor is made when its values are loaded
         if tensor.numel() > 1 and 0 in tensor.stride():
             tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)

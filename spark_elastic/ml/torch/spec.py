@@ -38,6 +38,7 @@ class TorchTraining(Training):
         model: a `torch.nn.Module`; a `ModelFunction` until `building.built` has called it.
         made_by: the function that has made the model in this process; None if a module was given.
         frozen: digests of the parameters that are not trained, by name; None until `building.built` has found them.
+        moved: the names of those that the model's own steps change, as of a momentum encoder.
         loss: as of the estimator. One of torch gets labels with or without a last axis of 1, as it needs them, another
             one as their columns have them; see `objective.LossTerm` for what it may return.
         train_fn: as of the estimator. It is also called for validation, without gradients and in eval mode.
@@ -65,6 +66,7 @@ class TorchTraining(Training):
     config: Mapping[str, Any] = field(default_factory=global_config)
     made_by: ModelFunction | None = None
     frozen: Mapping[str, str] | None = None
+    moved: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.virtual_workers is not None:  # batch normalisation takes the statistics of each shard
@@ -76,7 +78,12 @@ def build_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer
     params = list(model.parameters())
     if not params:
         raise InvalidSettingsError(f"the model ({type(model).__name__}) has no parameters that could be trained")
-    optimizer = given if isinstance(given, torch.optim.Optimizer) else given(params)
+    try:
+        optimizer = given if isinstance(given, torch.optim.Optimizer) else given(params)
+    except (AttributeError, TypeError) as error:
+        raise InvalidSettingsError(
+            f"optimizer, called with the list of the model's parameters, raised {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidSettingsError(
             f"optimizer must be a torch optimizer, its class, or a function of the parameters that returns one; "
@@ -89,6 +96,15 @@ def build_optimizer(given: Any, model: torch.nn.Module) -> torch.optim.Optimizer
         )
     check_parameters(optimizer, model)
     return optimizer
+
+
+def check_compiler(given: bool | str) -> None:
+    """Raise `InvalidSettingsError` if torch.compile knows no such backend."""
+    try:
+        if isinstance(given, str):
+            torch.compile(torch.nn.Identity().forward, backend=given)
+    except RuntimeError as error:
+        raise InvalidSettingsError(f"compile={given!r} is no backend of torch.compile here: {error}") from None
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:

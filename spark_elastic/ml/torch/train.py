@@ -37,6 +37,7 @@ def assemble(training: TorchTraining) -> Trainer:
     check_one_best(callbacks)
     kind = TorchEngine if training.virtual_workers is None else ExactTorchEngine
     engine = kind(training, any(callback.restores_best for callback in callbacks))
-    states, steps = CallbackStates(callbacks), partial(TorchOptimizerSteps, observes_parameters=False)
+    states = CallbackStates(callbacks)
+    steps = partial(TorchOptimizerSteps, observes_parameters=False, moved=engine.moved)
     values = {"scheduler": engine.schedule.scheduler, **({} if engine.scaler is None else {"scaler": engine.scaler})}
     return Trainer(training, engine, callbacks, states, handler_for, steps, **values)

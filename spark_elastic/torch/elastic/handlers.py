@@ -24,10 +24,13 @@ from spark_elastic.torch.elastic.attributes import (
 class BufferCopies:
     """Copies of the buffers of modules, and these tensors themselves: a forward pass writes to them or replaces them.
 
+    `moved`: parameters that it writes to.
+
     A buffer that was replaced may share its memory with the user's data, so `restore` never writes to the new tensor.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, moved: Sequence[torch.Tensor] = ()) -> None:
+        self._moved = moved
         self._modules: list[torch.nn.Module] = []
         self._entries: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]] = []
         self._copies: list[torch.Tensor] = []
@@ -49,7 +52,7 @@ class BufferCopies:
         copy_all(self._tensors(), self._copies)
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [buffer for *_, buffer in self._entries if buffer is not None]
+        return [*(buffer for *_, buffer in self._entries if buffer is not None), *self._moved]
 
 
 class ModelTensor(NamedTuple):

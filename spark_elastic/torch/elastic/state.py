@@ -7,6 +7,7 @@ which observes what has changed since the last mark.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -101,12 +102,19 @@ class TorchOptimizerSteps(OptimizerSteps):
     """Observes torch's optimizers by their hooks, and parameters by torch's counters of in-place changes.
 
     The hooks refer to this object weakly, because an optimizer may outlive its state. `observes_parameters` is False
-    for loops, such as the estimators', which can repeat all that they write besides their optimizer's steps.
+    for loops, such as the estimators', which can repeat all that they write besides their optimizer's steps, if the
+    parameters `moved` are copied at each mark.
     """
 
-    def __init__(self, handlers: Handlers, counter: StepCounter, observes_parameters: bool = True) -> None:
+    def __init__(
+        self,
+        handlers: Handlers,
+        counter: StepCounter,
+        observes_parameters: bool = True,
+        moved: Sequence[torch.Tensor] = (),
+    ) -> None:
         super().__init__(handlers, counter)
-        self._observes_parameters = observes_parameters
+        self._observes_parameters, self._moved = observes_parameters, moved
         self._hooks: dict[str, list[Any]] = {}
         self._begun = False
         """An optimizer has begun a step since the mark: a `DistributedOptimizer` when it has all reduced gradients."""
@@ -179,7 +187,7 @@ class TorchOptimizerSteps(OptimizerSteps):
         stepped.clear()
         self._written = self._changes()
         for name, handler in self._handlers.of_type(ModelStateHandler).items():
-            self._buffers.setdefault(name, BufferCopies()).save(handler.modules())
+            self._buffers.setdefault(name, BufferCopies(self._moved)).save(handler.modules())
 
     def undo(self, plain: dict[str, Any]) -> str:
         abandon_steps()  # also those of optimizers that are not in the state

@@ -70,6 +70,7 @@ def test_shapes_are_assigned_to_inputs_in_order() -> None:
     assert preparation.labels(SCHEMA, ["a"], None).columns == {"label_0": "a"}, "one number is a scalar"
     made = preparation.features(SCHEMA, ["image", "words"], [[2, 3], [4]])
     assert made.shapes == {"features_0": (2, 3), "features_1": (4,)}
+    assert preparation.features(SCHEMA, ["image", "words"], [None, [4]]).shapes == {"features_1": (4,)}
 
 
 def test_wrong_number_of_shapes_is_refused() -> None:

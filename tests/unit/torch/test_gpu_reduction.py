@@ -17,13 +17,19 @@ import spark_elastic.torch as hvd
 from spark_elastic.collective import group, reduce
 from spark_elastic.collective.gpu import devices, nccl
 from spark_elastic.collective.gpu.devices import DeviceInfo, MemberDevice
+from spark_elastic.collective.objects import _broadcast_on, broadcast_tensors
 from spark_elastic.collective.process import process
+from spark_elastic.errors import HorovodInternalError
 from spark_elastic.torch import operations
 from tests.unit.torch.test_nccl_communicator import Event
 from tests.unit.world_link import die, link
 from tests.unit.worlds import WorldDriver, together
 
 STEPS = 10
+with_nccl = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < devices.OLDEST_TORCH_FOR_NCCL,
+    reason="no NCCL, nor its stand-in",
+)
 
 
 class Work:
@@ -125,10 +131,7 @@ def train(dies_at: int | None, shared: bool):
     return {**found, "model": weights, "connected": Runtime.connected}
 
 
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < devices.OLDEST_TORCH_FOR_NCCL,
-    reason="no NCCL, nor its stand-in",
-)
+@with_nccl
 def test_a_peer_that_dies_in_the_middle_of_a_reduction_on_gpus_costs_no_step():
     results = together(train, 4, False, count=3, left=2)
     for result in results:
@@ -163,6 +166,7 @@ def take_state(workers: int, dies: bool):
     return [*(value.double().sum().item() for value in model.state_dict().values()), Pg.broadcasts]
 
 
+@with_nccl
 def test_a_newcomer_gets_tensors_by_nccl_and_its_death_meanwhile_changes_nothing():
     with WorldDriver(start_with=1) as driver:
         driver.start(take_state, 2, False)
@@ -173,6 +177,40 @@ def test_a_newcomer_gets_tensors_by_nccl_and_its_death_meanwhile_changes_nothing
         first, second = driver.results(2)
     assert first[:-1] == second[:-1]
     assert first[-1] > second[-1] > 2
+
+
+def broadcast_beside_another_gpu():
+    pretend(f"gpu {link().worker}")
+    hvd.init()
+    mine, value = process.group(), torch.full((3,), float(link().worker), dtype=torch.float64)
+    mine.wait(mine.allreduce(value.clone(), hvd.Sum.gloo))
+    if mine.rank:
+        mine.nccl._device = torch.device("cuda:1")  # what was reduced was there
+    broadcast_tensors([value], 0)
+    return value.tolist(), Pg.broadcasts, mine.nccl.used
+
+
+@with_nccl
+def test_no_member_broadcasts_by_nccl_if_one_has_connected_another_gpu():
+    with WorldDriver(start_with=2) as driver:
+        driver.start(broadcast_beside_another_gpu, count=2)
+        assert driver.results(2) == [([1.0] * 3, 0, True)] * 2
+
+
+def test_tensor_stays_as_it_is_if_its_broadcast_by_nccl_is_aborted():
+    class Aborted:
+        rank = 1
+
+        def broadcast(self, wire, root, by_nccl):
+            wire.fill_(255)
+
+        def wait(self, work):
+            raise HorovodInternalError("the round is over")
+
+    own = torch.ones(1 << 20)
+    with pytest.raises(HorovodInternalError):
+        _broadcast_on(own.device, Aborted(), [own], 0, True)
+    assert own.unique().tolist() == [1.0]
 
 
 def reduce_through_the_host():

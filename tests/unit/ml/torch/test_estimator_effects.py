@@ -101,6 +101,11 @@ def test_a_run_id_of_a_training_on_other_rows_is_refused(dataset: Dataset, tmp_p
         estimator(checkpoint_dir=tmp_path / "runs", run_id="a").from_dataset_path(other)
     with pytest.raises(CheckpointError, match="seed was 0 and is 1"):
         estimator(checkpoint_dir=tmp_path / "runs", run_id="a", seed=1).from_dataset_path(dataset)
+    deep = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    estimator(checkpoint_dir=tmp_path / "runs", run_id="b", model=deep).from_dataset_path(dataset)
+    wide = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3, bias=False))
+    with pytest.raises(CheckpointError, match=r"model was \.\.\..*bias=True.* and is \.\.\..*bias=False"):
+        estimator(checkpoint_dir=tmp_path / "runs", run_id="b", model=wide).from_dataset_path(dataset)
 
 
 # --- inputs: ordered by number, in one shape ----------------------------------------------------------

@@ -13,7 +13,7 @@ from spark_elastic.errors import DataError, HorovodInternalError, InvalidSetting
 from spark_elastic.ml.callbacks import LambdaCallback
 from spark_elastic.ml.torch.engine import single_row_norm
 from spark_elastic.ml.torch.objective import BatchMaker
-from spark_elastic.ml.torch.spec import MODEL_FILE, build_optimizer
+from spark_elastic.ml.torch.spec import MODEL_FILE, build_optimizer, check_compiler
 from spark_elastic.ml.training.engine import host_cores
 from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
 from tests.unit.ml.torch import trainings
@@ -77,6 +77,14 @@ def test_settings_that_do_not_fit_model_or_machine_are_refused(changes, message,
 def test_a_model_without_parameters_cannot_be_trained():
     with pytest.raises(InvalidSettingsError, match=r"the model \(Flatten\) has no parameters"):
         build_optimizer(torch.optim.SGD, torch.nn.Flatten())
+
+
+def test_optimizers_and_compilers_that_torch_refuses_are_refused_with_the_setting():
+    with pytest.raises(InvalidSettingsError, match="optimizer, called with the list of the model's parameters, raised"):
+        build_optimizer(lambda model: torch.optim.SGD(model.parameters()), torch.nn.Linear(1, 1))
+    check_compiler("eager")
+    with pytest.raises(InvalidSettingsError, match="compile='nosuch' is no backend"):
+        check_compiler("nosuch")
 
 
 def test_nan_loss_ends_the_training_at_its_step_without_a_model(data, tmp_path):
