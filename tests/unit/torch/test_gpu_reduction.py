@@ -192,9 +192,7 @@ def broadcast_beside_another_gpu():
 
 @with_nccl
 def test_no_member_broadcasts_by_nccl_if_one_has_connected_another_gpu():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(broadcast_beside_another_gpu, count=2)
-        assert driver.results(2) == [([1.0] * 3, 0, True)] * 2
+    assert together(broadcast_beside_another_gpu) == [([1.0] * 3, 0, True)] * 2
 
 
 def test_tensor_stays_as_it_is_if_its_broadcast_by_nccl_is_aborted():

@@ -36,7 +36,7 @@ from tests.unit.ml.torch.estimators import estimator, make_net, settings, transf
 from tests.unit.ml.torch.test_model_functions import saved_and_loaded
 from tests.unit.ml.torch.trainings import make_sets, make_training, outcome
 from tests.unit.world_link import die, link, tell
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import WorldDriver, together
 
 NAMES = {"feature_cols": ["input_ids", "attention_mask"], "label_cols": ["labels"]}
 ROWS, BATCH, EPOCHS, VOCABULARY = 72, 12, 4, 5000
@@ -341,9 +341,7 @@ def average(data: Path, folder: Path) -> dict[str, Any]:
 def test_momentum_encoder_moves_once_a_step_also_if_a_worker_is_lost(tmp_path: Path) -> None:
     data = make_sets(tmp_path / "sets")
     for name, count in (("alone", 1), ("pair", 2)):
-        with WorldDriver(start_with=count) as driver:
-            driver.start(average, data, tmp_path / name, count=count)
-            driver.results(1)
+        together(average, data, tmp_path / name, count=count, left=1)
     found, expected = (torch.load(tmp_path / name / "model.pt") for name in ("pair", "alone"))
     torch.testing.assert_close(dict(found), dict(expected), rtol=1e-9, atol=1e-9)
 
