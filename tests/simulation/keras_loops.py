@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import random
-import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.simulation.user_loops import RATE, failing
+from tests.simulation.user_loops import RATE, failing, search
 from tests.simulation.wide_loops import checks_failing
 
 EPOCHS, BATCHES, ROWS = 2, 8, 4
@@ -255,19 +254,11 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return exact and bool(np.allclose(one["sums"], other["sums"], rtol=1e-3, atol=1e-4))
 
 
-def differs(seed: int) -> str:
-    """Describe how the loop of this seed ended, if failures made it end differently; otherwise ""."""
-    from spark_elastic.collective.process import process
-    from spark_elastic.elastic.finish import loops
-
-    loops.__init__(process)  # as in a process of its own
-    calm = train(seed)
-    loops.__init__(process)
+@contextmanager
+def disturbed(seed: int) -> Iterator[None]:
     with collectives_failing(seed, RATE), checks_failing(seed):
-        stormy = train(seed)
-    return "" if same(calm, stormy) else f"seed {seed}: {stormy} and not {calm}, {loop_of(seed)}"
+        yield
 
 
 if __name__ == "__main__":
-    first, last = map(int, sys.argv[1:])
-    print(next(filter(None, map(differs, range(first, last + 1))), ""))
+    search(loop_of, train, disturbed, same)

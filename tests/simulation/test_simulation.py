@@ -13,22 +13,19 @@ CHUNK, LARGE_CHUNK = 250, 5
 SEEDS_FOR_A_BUG = 1000
 
 
-@pytest.mark.parametrize("first", by_night(range(0, 2000, CHUNK), but=[0]))
-def test_every_invariant_holds_after_every_event(first: int) -> None:
-    for seed in range(first, first + CHUNK):
-        try:
-            simulate(seed, Membership)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
+CHUNKS = [
+    *((first, first + CHUNK, False) for first in range(0, 2000, CHUNK)),
+    *((first, first + LARGE_CHUNK, True) for first in range(0, 60, LARGE_CHUNK)),
+]
 
 
-@pytest.mark.parametrize("first", by_night(range(0, 60, LARGE_CHUNK), but=[0]))
-def test_every_invariant_holds_with_many_workers(first: int) -> None:
-    for seed in range(first, first + LARGE_CHUNK):
+@pytest.mark.parametrize(("first", "end", "large"), by_night(CHUNKS, but=[(0, CHUNK, False), (0, LARGE_CHUNK, True)]))
+def test_every_invariant_holds_after_every_event_also_with_many_workers(first: int, end: int, large: bool) -> None:
+    for seed in range(first, end):
         try:
-            simulate(seed, Membership, large=True)
+            simulate(seed, Membership, large=large)
         except Exception as error:
-            raise AssertionError(f"large seed {seed}: {type(error).__name__}: {error}") from error
+            raise AssertionError(f"seed {seed}, large: {large}: {type(error).__name__}: {error}") from error
 
 
 @pytest.mark.nightly

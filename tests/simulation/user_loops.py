@@ -9,10 +9,11 @@ state.
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from tests.integration.local.random_kills import loop_of, train
@@ -53,26 +54,31 @@ def failing(seed: object, rate: float = RATE, targets: list[tuple[Any, str]] | N
             setattr(owner, name, function)
 
 
-def differs(seed: int) -> str:
-    """Describe how the loop of this seed ended, if failures made it end differently; otherwise ""."""
+def search(
+    loop_of: Callable[[int], Any],
+    train: Callable[[int], Any],
+    disturbed: Callable[[int], AbstractContextManager[None]],
+    same: Callable[[Any, Any], bool] = operator.eq,
+) -> None:
+    """Print how the first loop of the given seeds ended that failures made end differently; otherwise ""."""
+    import torch
+
     from spark_elastic.collective.process import process
     from spark_elastic.elastic.finish import loops
 
-    outcomes = []
-    for disturbed in (False, True):
-        loops.__init__(process)  # as in a process of its own
-        if disturbed:
-            with failing(seed):
-                outcomes.append(train(seed, None, 0.0))
-        else:
-            outcomes.append(train(seed, None, 0.0))
-    calm, stormy = outcomes
-    return "" if calm == stormy else f"seed {seed}: {stormy} and not {calm}, {loop_of(seed)}"
-
-
-if __name__ == "__main__":
-    import torch
+    def differs(seed: int) -> str:
+        outcomes = []
+        for failures in (nullcontext(), disturbed(seed)):
+            loops.__init__(process)  # as in a process of its own
+            with failures:
+                outcomes.append(train(seed))
+        calm, stormy = outcomes
+        return "" if same(calm, stormy) else f"seed {seed}: {stormy} and not {calm}, {loop_of(seed)}"
 
     torch.set_num_threads(1)  # of so small a model, more only wait for one another
     first, last = map(int, sys.argv[1:])
     print(next(filter(None, map(differs, range(first, last + 1))), ""))
+
+
+if __name__ == "__main__":
+    search(loop_of, lambda seed: train(seed, None, 0.0), failing)

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.simulation.user_loops import RATE, failing
+from tests.simulation.user_loops import RATE, failing, search
 
 EPOCHS, BATCHES, ROWS = 3, 12, 4
 KINDS = [
@@ -339,22 +338,11 @@ def checks_failing(seed: object, rate: float = RATE) -> Iterator[None]:
         CollectiveFrontend.agree_on_update = plain  # type: ignore[method-assign]
 
 
-def differs(seed: int) -> str:
-    """Describe how the loop of this seed ended, if failures made it end differently; otherwise ""."""
-    from spark_elastic.collective.process import process
-    from spark_elastic.elastic.finish import loops
-
-    loops.__init__(process)  # as in a process of its own
-    calm = train(seed)
-    loops.__init__(process)
+@contextmanager
+def disturbed(seed: int) -> Iterator[None]:
     with failing(seed), checks_failing(seed):
-        stormy = train(seed)
-    return "" if calm == stormy else f"seed {seed}: {stormy} and not {calm}, {loop_of(seed)}"
+        yield
 
 
 if __name__ == "__main__":
-    import torch
-
-    torch.set_num_threads(1)  # of so small a model, more only wait for one another
-    first, last = map(int, sys.argv[1:])
-    print(next(filter(None, map(differs, range(first, last + 1))), ""))
+    search(loop_of, train, disturbed)

@@ -275,8 +275,19 @@ class WorldDriver:
             self._send(peer, "world", self.world, addresses)
 
 
-def together(function: Callable[..., Any], *args: Any, count: int = 2, left: int | None = None) -> list[Any]:
+def together(
+    function: Callable[..., Any], *args: Any, count: int = 2, left: int | None = None, **options: Any
+) -> list[Any]:
     """Return the results of workers in one world that call the function; `left`: how many outlive it, not all."""
-    with WorldDriver(start_with=count) as driver:
+    with WorldDriver(start_with=count, **options) as driver:
         driver.start(function, *args, count=count)
         return driver.results(left or count)
+
+
+def joined(function: Callable[..., Any], *args: Any, count: int = 2, told: str = "in loop", more: int = 1) -> list[Any]:
+    """Return the results of workers to whose world others come once all have told so; all call the function."""
+    with WorldDriver(start_with=count) as driver:
+        driver.start(function, *args, count=count)
+        driver.wait(lambda: len(driver.told(told)) >= count)
+        driver.start(function, *args, count=more)
+        return driver.results(count + more)

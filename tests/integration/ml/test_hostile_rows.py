@@ -297,7 +297,7 @@ def test_cell_of_100_mb_is_trained_on(tmp_path: Path) -> None:
 @SAME_FOR_BOTH
 def test_fewer_rows_than_workers(here: ModuleType, spark: Any, store: Path) -> None:
     torch = here.__name__.endswith("torch.estimators")
-    base = here.HereEstimator.__mro__[1]
+    base = here.HereEstimator.__bases__[1]
     launcher = LocalLauncher(preimport=("torch" if torch else "tensorflow",))
     common = here.settings(model=small_net(here), feature_cols=["a", "b"], label_cols=["y"], store=str(store), epochs=2)
     made = base(**{**common, "num_proc": 2, "run_options": {"launcher": launcher}})

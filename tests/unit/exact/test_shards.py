@@ -22,7 +22,7 @@ from tests.unit.exact.bugs import BUGS, train_with
 from tests.unit.exact.loops import train
 from tests.unit.ml.in_worlds import kill_and_add
 from tests.unit.world_link import tell
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import WorldDriver, together
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +51,7 @@ def train_slowly(*args: Any, **kwargs: Any) -> Any:
 def test_the_number_of_workers_changes_no_bit(virtual, optimizer):
     expected = in_one(virtual, optimizer)
     for size in (2, 3):
-        with WorldDriver(start_with=size) as driver:
-            driver.start(train, virtual, optimizer, count=size)
-            assert all(result == expected for result in driver.results(size)), f"{size} workers"
+        assert all(result == expected for result in together(train, virtual, optimizer, count=size)), f"{size} workers"
 
 
 @pytest.mark.parametrize(
@@ -70,9 +68,7 @@ def test_kills_and_arrivals_change_no_bit(seed, virtual, optimizer):
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
 def test_planted_bug_is_noticed(bug):
     expected = in_one(5)
-    with WorldDriver(start_with=3) as driver:
-        driver.start(train_with, bug, 5, count=3)
-        results = driver.results(3)
+    results = together(train_with, bug, 5, count=3)
     assert any(result != expected for result in results)
 
 
@@ -83,9 +79,7 @@ def resumed(virtual: int, saved: bytes) -> Any:
 def test_a_resume_with_another_number_of_workers_changes_no_bit():
     saved = io.BytesIO()  # processes would share the memory of tensors
     torch.save(in_one(4, stop_at=7)[1], saved)
-    with WorldDriver(start_with=2) as driver:
-        driver.start(resumed, 4, saved.getvalue(), count=2)
-        assert driver.results(2) == [in_one(4)] * 2
+    assert together(resumed, 4, saved.getvalue()) == [in_one(4)] * 2
 
 
 # --- random numbers outside of shards -----------------------------------------------------------------
@@ -344,8 +338,6 @@ def in_other_environments() -> list[str]:
 
 
 def test_workers_that_differ_are_a_warning_that_says_in_what():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(in_other_environments, count=2)
-        for said in driver.results(2):
-            assert len(said) == 1
-            assert f"rank 1 differs from rank 0: torch is 1.0, and there it is {torch.__version__}" in said[0]
+    for said in together(in_other_environments):
+        assert len(said) == 1
+        assert f"rank 1 differs from rank 0: torch is 1.0, and there it is {torch.__version__}" in said[0]

@@ -11,7 +11,7 @@ import spark_elastic.torch as hvd
 from spark_elastic.errors import MismatchError
 from spark_elastic.exact.sums import PartialSums, ShardReduction, partials_of, rows_of, shards_of, tree_sum
 from tests.unit.exact.loops import digest
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import together
 
 counts = st.integers(1, 40)
 HOSTS = "127.0.0.1", "127.0.0.2"
@@ -85,9 +85,7 @@ def summed(count: int) -> str:
 def test_sums_have_the_same_bits_in_every_world(count, size, hosts):
     expected = summed(count)
     hvd.shutdown()
-    with WorldDriver(hosts=hosts, start_with=size) as driver:
-        driver.start(summed, count, count=size)
-        assert driver.results(size) == [expected] * size
+    assert together(summed, count, count=size, hosts=hosts) == [expected] * size
 
 
 def with_other_settings() -> str:
@@ -99,6 +97,4 @@ def with_other_settings() -> str:
 
 
 def test_members_with_other_numbers_of_shards_are_reported():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(with_other_settings, count=2)
-        assert all("5 shards" in said and "4 shards" in said for said in driver.results(2))
+    assert all("5 shards" in said and "4 shards" in said for said in together(with_other_settings))

@@ -17,8 +17,8 @@ from tests.simulation import keras_loops
 from tests.simulation.user_loops import RATE
 from tests.simulation.wide_loops import checks_failing
 from tests.unit.torch.test_random_loops import CuttingDriver, Observer, observed
+from tests.unit.torch.test_random_loops import compare as compared
 from tests.unit.world_link import die, link, tell
-from tests.unit.worlds import WorldDriver
 
 RANKS = 2
 DEATHS = 0.02
@@ -27,8 +27,6 @@ DEATHS = 0.02
 
 class ReplacingDriver(CuttingDriver):
     """Starts a worker for each that dies."""
-
-    args: tuple[Any, ...] = ()
 
     def _lost(self, peer: Any) -> None:
         if not self._over and peer.worker not in self.done:
@@ -68,25 +66,14 @@ def undisturbed(first: int, last: int) -> list[dict[str, Any]]:
     return out
 
 
+def check(seed: int, outcome: Any, expected: Any) -> None:
+    assert keras_loops.same(outcome, expected), (
+        f"seed {seed}: {outcome} and not {expected}, {keras_loops.loop_of(seed)}"
+    )
+
+
 def compare(first: int, last: int) -> dict[str, int]:
-    """Run the loops of these seeds; returns how many losses were recovered from a mark, from a commit, and deaths."""
-    with WorldDriver() as driver:
-        driver.start(undisturbed, first, last)
-        (calm,) = driver.results(1)
-    with ReplacingDriver(start_with=RANKS) as driver:
-        driver.args = (train, first, last)
-        started = driver.start(train, first, last, count=RANKS)
-        stormy = driver.results(RANKS)
-        deaths = sum(worker not in driver.done for worker in started)
-    total = {"mark": 0, "commit": 0, "deaths": deaths}
-    for number, expected in enumerate(calm):
-        for outcomes in stormy:
-            outcome, losses = outcomes[number]
-            what = f"seed {first + number}: {outcome} and not {expected}, {keras_loops.loop_of(first + number)}"
-            assert keras_loops.same(outcome, expected), what
-        for what, count in losses.items():
-            total[what] += count
-    return total
+    return compared(first, last, train, undisturbed, check, RANKS, ReplacingDriver)
 
 
 def test_each_loss_returns_to_a_mark_or_a_commit():

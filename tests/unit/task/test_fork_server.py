@@ -153,20 +153,15 @@ def agent_with_stopped_worker(executor):
     return agent, worker, server
 
 
-def test_worker_dies_with_its_agent_and_the_server_stays(executor):
+@pytest.mark.parametrize("killed", ["agent", "executor"])
+def test_worker_dies_with_its_agent_and_the_server_with_the_executor_alone(executor, killed):
     agent, worker, server = agent_with_stopped_worker(executor)
-    agent.kill()
+    (agent if killed == "agent" else executor).kill()
     wait_for_end(worker)
-    assert is_running(server)
-    agent.wait()
-    agent.stdout.close()
-
-
-def test_server_and_workers_die_with_the_executor(executor):
-    agent, worker, server = agent_with_stopped_worker(executor)
-    executor.kill()
-    wait_for_end(worker)
-    wait_for_end(server)
+    if killed == "agent":
+        assert is_running(server)
+    else:
+        wait_for_end(server)
     agent.kill()
     agent.wait()
     agent.stdout.close()

@@ -9,13 +9,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.collective.reduce import STALL_S
-from tests.unit.worlds import WorldDriver
-
-
-def together(function, count: int, hosts=("127.0.0.1",), args=()):
-    with WorldDriver(hosts=hosts, start_with=count) as driver:
-        driver.start(function, *args, count=count)
-        return driver.results(count)
+from tests.unit.worlds import together
 
 
 def reductions():
@@ -46,7 +40,7 @@ def reductions():
 
 
 def test_every_member_gets_the_same_reduction_for_every_type():
-    for checks in together(reductions, 3):
+    for checks in together(reductions, count=3):
         assert all(checks), checks
 
 
@@ -77,7 +71,7 @@ def movements():
 
 
 def test_every_member_receives_what_the_others_sent():
-    for checks in together(movements, 3):
+    for checks in together(movements, count=3):
         assert all(checks), checks
 
 
@@ -104,7 +98,7 @@ def gradients():
 
 
 def test_gradients_flow_through_collectives_as_with_horovod():
-    for checks in together(gradients, 2):
+    for checks in together(gradients):
         assert all(checks), checks
 
 
@@ -117,7 +111,7 @@ def by_host():
 
 def test_groups_of_a_host_and_across_hosts_are_made_when_they_are_first_used():
     # workers 1 and 3 are on the first host, 2 on the second: ranks 0 and 1, and 2
-    results = together(by_host, 3, hosts=("127.0.0.1", "127.0.0.2"))
+    results = together(by_host, count=3, hosts=("127.0.0.1", "127.0.0.2"))
     assert results == [(0, 2, 0, 2, 1.0, [0, 2]), (0, 1, 1, 2, 2.0, [0, 2]), (1, 2, 0, 1, 1.0, [1])]
 
 
@@ -143,7 +137,7 @@ def uneven(batches: dict[int, int]):
 
 
 def test_a_rank_that_has_joined_takes_part_until_all_have():
-    results = together(uneven, 3, args=({0: 1, 1: 4, 2: 2},))
+    results = together(uneven, {0: 1, 1: 4, 2: 2}, count=3)
     everyone, two, one = (3.0, 6, True), (2.0, 4, True), (1.0, 2, True)
     assert results[0][0] == [everyone, 1, everyone, two, one, one, 0]
     assert results[1][0] == [everyone, two, one, one, 1, everyone, two, 0]
@@ -167,7 +161,7 @@ def joins_beside_a_group_of_its_host():
 
 
 def test_a_joined_rank_takes_no_part_in_collectives_of_groups_within_hosts():
-    by_rank = together(joins_beside_a_group_of_its_host, 3, hosts=("127.0.0.1", "127.0.0.2"))
+    by_rank = together(joins_beside_a_group_of_its_host, count=3, hosts=("127.0.0.1", "127.0.0.2"))
     assert sorted(by_rank) == [[], [2.0, 2.0, [2.0] * 3], [2.0, 2.0, [2.0] * 3]]
 
 
@@ -216,4 +210,4 @@ def with_a_default_device():
 
 
 def test_the_default_device_of_torch_does_not_matter():
-    assert together(with_a_default_device, 2) == [([1.0], [0.0, 1.0, 1.0], [1.0], [0.0, 1.0], "x")] * 2
+    assert together(with_a_default_device) == [([1.0], [0.0, 1.0, 1.0], [1.0], [0.0, 1.0], "x")] * 2

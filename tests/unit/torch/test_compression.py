@@ -10,7 +10,7 @@ import torch
 import spark_elastic.torch as hvd
 from spark_elastic.collective.fused import Bucket
 from spark_elastic.collective.operators import Average, Compression, Sum
-from tests.unit.torch.test_collectives import together
+from tests.unit.worlds import together
 
 
 class Alike:
@@ -93,7 +93,7 @@ def compressed_calls():
 
 
 def test_compressed_collectives_keep_small_and_large_values():
-    for small, total, mixed, whole, scattered, gradient in together(compressed_calls, 4):
+    for small, total, mixed, whole, scattered, gradient in together(compressed_calls, count=4):
         assert small == pytest.approx(1e-6, rel=0.1)
         assert total == 28_000.0
         assert mixed == pytest.approx(1e-6, rel=0.1)

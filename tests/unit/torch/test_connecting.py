@@ -18,9 +18,8 @@ from spark_elastic.collective.gloo.shutdown import open_sockets
 from spark_elastic.collective.process import process
 from spark_elastic.collective.reduce import LARGE_CHUNK_BYTES
 from spark_elastic.collective.shared_memory.segments import FUTEX_AVAILABLE
-from tests.unit.torch.test_collectives import together
 from tests.unit.world_link import die, link, tell
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import WorldDriver, together
 
 ONE_HOST, TWO_HOSTS = ("127.0.0.1",), ("127.0.0.1", "127.0.0.2")
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.int8, torch.bool)
@@ -50,7 +49,7 @@ def broadcasts_everything():
 
 @PLACES
 def test_broadcasts_of_every_type_and_size_reach_all_members(count, hosts):
-    assert together(broadcasts_everything, count, hosts=hosts) == [[]] * count
+    assert together(broadcasts_everything, count=count, hosts=hosts) == [[]] * count
 
 
 def listens_at() -> int:
@@ -72,7 +71,7 @@ def counts_its_ports():
 
 
 def test_a_worker_listens_at_one_port():
-    assert together(counts_its_ports, 3) == [1] * 3
+    assert together(counts_its_ports, count=3) == [1] * 3
 
 
 def stops_before_it_has_met_the_others():
@@ -137,6 +136,6 @@ def launches_before_another_member_does_other_work():
 @PLACES
 def test_a_launch_does_not_wait_for_the_other_members(count, hosts):
     assert (
-        together(launches_before_another_member_does_other_work, count, hosts=hosts)
+        together(launches_before_another_member_does_other_work, count=count, hosts=hosts)
         == [(list(range(count)), True)] * count
     )

@@ -11,7 +11,7 @@ import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
 from tests.nightly import by_night
 from tests.unit.world_link import die, link, tell
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import WorldDriver, joined, together
 
 STEPS = 12
 
@@ -68,9 +68,7 @@ def train(commit_every: int, dies: dict[int, tuple[int, str]]):
     by_night([(5, "before backward"), (1, "after backward"), (5, "after step")], but=[(5, "before backward")]),
 )
 def test_a_killed_worker_costs_the_survivors_no_step_and_no_step_is_applied_twice(commit_every, where):
-    with WorldDriver(start_with=3) as driver:
-        driver.start(train, commit_every, {2: (7, where)}, count=3)
-        results = driver.results(2)
+    results = together(train, commit_every, {2: (7, where)}, count=3, left=2)
     for result in results:
         assert result["size"] == 2
         assert result["progress"] == STEPS
@@ -81,9 +79,7 @@ def test_a_killed_worker_costs_the_survivors_no_step_and_no_step_is_applied_twic
 
 
 def test_the_root_may_die_and_twice_in_a_row():
-    with WorldDriver(start_with=3) as driver:
-        driver.start(train, 5, {1: (3, "after backward"), 2: (8, "before backward")}, count=3)
-        (result,) = driver.results(1)
+    (result,) = together(train, 5, {1: (3, "after backward"), 2: (8, "before backward")}, count=3, left=1)
     assert result["applied"] == list(range(STEPS))
     assert result["size"] == 1
 
@@ -176,11 +172,7 @@ def train_in_reset_callbacks():
 
 @pytest.mark.nightly
 def test_steps_and_collectives_of_reset_callbacks_are_local_and_not_counted():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(train_in_reset_callbacks, count=2)
-        driver.wait(lambda: len(driver.told("in loop")) == 2)
-        driver.start(train_in_reset_callbacks)
-        results = driver.results(3)
+    results = joined(train_in_reset_callbacks)
     assert [sizes for sizes, _ in results] == [[(3, 1.0)], [(3, 1.0)], []]
     for _, gathered in results:
         assert gathered == [gathered[0]] * 3
@@ -230,11 +222,7 @@ def steps_before_the_loop():
 
 
 def test_a_newcomer_steps_alone_before_the_loop_and_takes_the_state_there():
-    with WorldDriver(start_with=1) as driver:
-        driver.start(steps_before_the_loop)
-        driver.wait(lambda: driver.told("in loop"))
-        driver.start(steps_before_the_loop)
-        (first, _, weights), (second, alone, same) = driver.results(2)
+    (first, _, weights), (second, alone, same) = joined(steps_before_the_loop, count=1)
     assert (first, second) == (0.5, 0.5)
     assert same == weights
     assert alone == {
@@ -283,9 +271,7 @@ def train_while_a_peer_dies_in_the_optimizers_step():
 
 
 def test_a_step_that_was_reduced_before_the_loss_is_marked_after_it():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(train_while_a_peer_dies_in_the_optimizers_step, count=2)
-        assert driver.results(1) == [list(range(8))]
+    assert together(train_while_a_peer_dies_in_the_optimizers_step, left=1) == [list(range(8))]
 
 
 class OptionsState(hvd.elastic.State):
@@ -347,9 +333,7 @@ def train_with_a_custom_state(kind):
 
 @pytest.mark.parametrize("kind", by_night(["state", "object state"], but=["state"]))
 def test_a_custom_state_of_horovod_outlives_a_lost_worker(kind):
-    with WorldDriver(start_with=3) as driver:
-        driver.start(train_with_a_custom_state, kind, count=3)
-        assert driver.results(2) == [((8, 8), [2], True)] * 2
+    assert together(train_with_a_custom_state, kind, count=3, left=2) == [((8, 8), [2], True)] * 2
 
 
 def dies_in_sync():

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spark_elastic.torch as hvd
 from tests.nightly import by_night
-from tests.unit.torch.test_collectives import together
+from tests.unit.worlds import together
 
 ROWS, STEPS = 6, 4
 
@@ -384,7 +384,7 @@ def run_all(alone: bool = False) -> dict[str, list[list[float]]]:
 @pytest.mark.parametrize("count", by_night([1, 2, 3], but=[2]))
 def test_every_program_ends_as_in_one_process(count):
     want = run_all(alone=True)
-    for results in together(run_all, count):
+    for results in together(run_all, count=count):
         wrong = {
             name: max(abs(a - b) for x, y in zip(want[name], got, strict=True) for a, b in zip(x, y, strict=True))
             for name, got in results.items()

@@ -6,8 +6,8 @@ import spark_elastic.torch as hvd
 from spark_elastic.collective import objects
 from spark_elastic.collective.calls import agree
 from spark_elastic.collective.process import process
-from tests.unit.torch.test_collectives import together
 from tests.unit.torch.test_mismatches import raised
+from tests.unit.worlds import together
 
 CLAIMED = (1 << 60).to_bytes(8, "big")
 """More than can be allocated: an attempt fails with another error."""
@@ -51,7 +51,7 @@ def of_another_kind():
 
 def test_nothing_is_allocated_for_a_length_without_a_valid_mac():
     for function in (forged_broadcast, forged_allgather, of_another_kind):
-        _, error = together(function, 2)
+        _, error = together(function)
         assert error is not None
         assert error[0] == "AuthenticationError"
         assert "length" in error[1]
@@ -68,5 +68,5 @@ def sizes():
 
 
 def test_objects_of_every_size_arrive():
-    for checks in together(sizes, 2):
+    for checks in together(sizes):
         assert all(checks), checks

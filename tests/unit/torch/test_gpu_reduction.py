@@ -23,7 +23,7 @@ from spark_elastic.errors import HorovodInternalError
 from spark_elastic.torch import operations
 from tests.unit.torch.test_nccl_communicator import Event
 from tests.unit.world_link import die, link
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import WorldDriver, together
 
 STEPS = 10
 with_nccl = pytest.mark.skipif(
@@ -133,9 +133,7 @@ def train(dies_at: int | None, shared: bool):
 
 @with_nccl
 def test_a_peer_that_dies_in_the_middle_of_a_reduction_on_gpus_costs_no_step():
-    with WorldDriver(start_with=3) as driver:
-        driver.start(train, 4, False, count=3)
-        results = driver.results(2)
+    results = together(train, 4, False, count=3, left=2)
     for result in results:
         assert result["size"] == 2
         assert result["nccl"], result["why"]
@@ -194,9 +192,7 @@ def broadcast_beside_another_gpu():
 
 @with_nccl
 def test_no_member_broadcasts_by_nccl_if_one_has_connected_another_gpu():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(broadcast_beside_another_gpu, count=2)
-        assert driver.results(2) == [([1.0] * 3, 0, True)] * 2
+    assert together(broadcast_beside_another_gpu) == [([1.0] * 3, 0, True)] * 2
 
 
 def test_tensor_stays_as_it_is_if_its_broadcast_by_nccl_is_aborted():
@@ -230,9 +226,7 @@ def reduce_through_the_host():
 
 
 def test_workers_that_share_a_gpu_reduce_through_host_memory():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(reduce_through_the_host, count=2)
-        results = driver.results(2)
+    results = together(reduce_through_the_host)
     for result in results:
         assert not result["takes"]
         assert "ranks 0 and 1 share one GPU" in result["why"]
@@ -256,9 +250,7 @@ def mixed():
 
 
 def test_all_members_use_gloo_if_only_some_have_a_gpu():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(mixed, count=2)
-        results = driver.results(2)
+    results = together(mixed)
     for result in results:
         assert result == {"gloo alone": True, "sum": [3.0] * 4}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from spark_elastic.torch.elastic import TorchState
 from tests.simulation import hidden_values
 from tests.simulation.hidden_values import Average
 from tests.unit.world_link import die, link, tell
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import joined, together
 
 STEPS = 9
 LOST_AT = 5
@@ -153,11 +154,7 @@ def train_with_a_newcomer(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_newcomer_ends_with_the_values_of_one_process(alone, kind):
     expected = train(kind)
-    with WorldDriver(start_with=2) as driver:
-        driver.start(train_with_a_newcomer, kind, count=2)
-        driver.wait(lambda: len(driver.told("in loop")) >= 2)
-        driver.start(train_with_a_newcomer, kind)
-        results = driver.results(3)
+    results = joined(train_with_a_newcomer, kind)
     for result in results:
         assert result["counts"] == expected["counts"]
         assert result["buffers"] == expected["buffers"]
@@ -395,12 +392,8 @@ def train_on_unequal_rows(dies: int) -> dict[str, Any]:
 @pytest.mark.parametrize("change", ["a loss of rank 0", "a loss of rank 2", "a join"])
 def test_buffers_of_unequal_lengths_are_those_of_one_member_after(change):
     dies = {"a loss of rank 0": 1, "a loss of rank 2": 3}.get(change, 0)
-    with WorldDriver(start_with=3 if dies else 2) as driver:
-        driver.start(train_on_unequal_rows, dies, count=3 if dies else 2)
-        driver.wait(lambda: len(driver.told("in loop")) >= 2)
-        if not dies:
-            driver.start(train_on_unequal_rows, dies)
-        results = driver.results(2 if dies else 3)
+    run = partial(together, count=3, left=2) if dies else joined
+    results = run(train_on_unequal_rows, dies)
     assert {result["worlds"] for result in results[:2]} == {2}
     assert results[0]["entered"][0] == (LOST_AT if dies else JOIN_AT)
     for result in results[1:]:

@@ -11,7 +11,7 @@ import torch
 import spark_elastic.torch as hvd
 from spark_elastic.elastic import handlers as elastic_handlers
 from tests.unit.world_link import die, link, tell
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import joined
 
 WIDTH = 32
 JOIN_AT = 4
@@ -78,11 +78,8 @@ def plant(fault: str) -> None:
 
 
 def join(changed: int = 0, fault: str = ""):
-    with WorldDriver(start_with=2) as driver:
-        driver.start(train_across_a_join, changed, fault, count=2)
-        driver.wait(lambda: len(driver.told("waits")) == 2)  # the newcomer joins at that step, and at no earlier one
-        driver.start(train_across_a_join, changed, fault)
-        return driver.results(3)
+    # the newcomer joins at that step, and at no earlier one
+    return joined(train_across_a_join, changed, fault, told="waits")
 
 
 @pytest.fixture(scope="module")
@@ -148,11 +145,7 @@ def steps_across_a_join(first_used_in: int):
 @pytest.mark.nightly
 @pytest.mark.parametrize("first_used_in", [0, JOIN_AT + 2])
 def test_sparse_gradients_stay_sparse_with_a_newcomer(first_used_in):
-    with WorldDriver(start_with=2) as driver:
-        driver.start(steps_across_a_join, first_used_in, count=2)
-        driver.wait(lambda: len(driver.told("in loop")) == 2)
-        driver.start(steps_across_a_join, first_used_in)
-        results = driver.results(3)
+    results = joined(steps_across_a_join, first_used_in)
     assert len({result["weights"] for result in results}) == 1
     assert all(all(result["sparse"]) for result in results)
     of_newcomer, *of_others = sorted(len(result["sparse"]) for result in results)

@@ -12,7 +12,7 @@ import spark_elastic.torch as hvd
 from spark_elastic.errors import HorovodInternalError, MismatchError
 from spark_elastic.helper_thread import HelperThread
 from spark_elastic.torch.elastic import TorchState
-from tests.unit.torch.test_collectives import together
+from tests.unit.worlds import together
 
 
 @pytest.mark.parametrize("kind", [TorchState, hvd.elastic.ObjectState])
@@ -250,10 +250,10 @@ def unwrapped(averaged: bool) -> str:
 
 
 def test_replicas_that_drift_apart_are_noticed_at_the_first_mark():
-    for error in together(unwrapped, 2, args=(False,)):
+    for error in together(unwrapped, False):
         assert "model.weight" in error
         assert "hvd.DistributedOptimizer" in error
-    assert together(unwrapped, 2, args=(True,)) == ["equal"] * 2
+    assert together(unwrapped, True) == ["equal"] * 2
 
 
 def unfrozen():
@@ -280,52 +280,33 @@ def unfrozen():
 
 @pytest.mark.nightly
 def test_parameters_that_a_loop_unfreezes_are_equal_on_all_members():
-    one, other = together(unfrozen, 2)
+    one, other = together(unfrozen)
     assert one == other
 
 
 @pytest.mark.nightly
-def test_a_loss_between_unscaling_and_step_is_forgotten_by_a_scaler_outside_the_state(alone):
+@pytest.mark.parametrize("skips", [False, True], ids=["a loss after unscaling", "steps that the scaler skips"])
+def test_a_scaler_outside_the_state_does_not_hold_up_the_marks(alone, skips):
     model = torch.nn.Linear(3, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     state = TorchState(model, optimizer, step=0)
-    lost = []
+    lost = [1] if skips else []
 
     @hvd.elastic.run
     def loop(state):
-        while state.step < 3:
+        while state.step < 6:
             optimizer.zero_grad()
-            scaler.scale(model(torch.ones(2, 3)).square().mean()).backward()
-            scaler.unscale_(optimizer)
+            scaler.scale(model(torch.full((2, 3), float("inf") if skips else 1.0)).square().mean()).backward()
+            if not skips:
+                scaler.unscale_(optimizer)
             if state.step == 1 and not lost:
                 lost.append(state.step)
                 raise HorovodInternalError("a peer is gone")
             scaler.step(optimizer)
             scaler.update()
             state.step += 1
-            state.check_host_updates()
+            (state.commit if skips else state.check_host_updates)()
 
     loop(state)
-    assert (state.step, lost) == (3, [1])
-
-
-@pytest.mark.nightly
-def test_steps_that_a_scaler_skips_are_between_two_steps(alone):
-    model = torch.nn.Linear(3, 1)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    state = TorchState(model, optimizer, step=0)
-
-    @hvd.elastic.run
-    def loop(state):
-        while state.step < 6:
-            optimizer.zero_grad()
-            scaler.scale(model(torch.full((2, 3), float("inf"))).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            state.step += 1
-            state.commit()
-
-    loop(state)
-    assert state.step == 6
+    assert (state.step, lost) == (6, [1])

@@ -8,9 +8,8 @@ import torch
 import spark_elastic.torch as hvd
 from spark_elastic.errors import HorovodInternalError, MismatchError, UsageError
 from tests.nightly import by_night
-from tests.unit.torch.test_collectives import together
 from tests.unit.world_link import die
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import together
 
 ONE_HOST, TWO_HOSTS = ("127.0.0.1",), ("127.0.0.1", "127.0.0.2")
 
@@ -63,7 +62,7 @@ def differences():
 
 @pytest.mark.parametrize(("count", "hosts"), [(3, ONE_HOST), (2, TWO_HOSTS)])
 def test_different_calls_are_one_error_on_every_rank_and_leave_the_world_intact(count, hosts):
-    results = together(differences, count, hosts=hosts)
+    results = together(differences, count=count, hosts=hosts)
     for name, told in results[0].items():
         assert all(result[name] == told for result in results), name
         if name != "afterwards":
@@ -93,7 +92,7 @@ def refusals():
 
 
 def test_an_invalid_call_on_one_rank_is_an_error_on_the_others_too():
-    own, others = together(refusals, 2)
+    own, others = together(refusals)
     for mine, theirs in zip(own, others, strict=True):
         assert mine is not None
         assert theirs is not None
@@ -118,7 +117,7 @@ def in_any_order():
 
 
 def test_concurrent_collectives_match_by_name():
-    for sums, again, gathered, done in together(in_any_order, 2):
+    for sums, again, gathered, done in together(in_any_order):
         assert sums == [2.0 * ord(name) + 1 for name in "abc"]
         assert again is not None
         assert again[0] == "UsageError"
@@ -137,7 +136,7 @@ def parameters():
 
 
 def test_optimizers_of_different_parameters_are_an_error_on_every_rank():
-    first, second = together(parameters, 2)
+    first, second = together(parameters)
     assert first == second
     assert first[0] == "MismatchError"
     assert "float32 [1, 3]" in first[1]
@@ -159,12 +158,12 @@ def different_models(broadcast: bool):
 
 
 def test_models_that_differ_before_the_first_step_are_an_error_with_a_remedy():
-    for error in together(different_models, 2, args=(False,)):
+    for error in together(different_models, False):
         assert error is not None
         assert error[0] == "MismatchError"
         assert "1.weight has other values" in error[1]
         assert "hvd.broadcast_parameters" in error[1]
-    assert together(different_models, 2, args=(True,)) == [None, None]
+    assert together(different_models, True) == [None, None]
 
 
 def failing_handles():
@@ -176,7 +175,7 @@ def failing_handles():
 
 
 def test_a_handle_that_has_failed_fails_again():
-    for first, again, done, part, part_again, part_done in together(failing_handles, 2):
+    for first, again, done, part, part_again, part_done in together(failing_handles):
         assert first is not None
         assert first[0] == "MismatchError"
         assert again == first
@@ -202,9 +201,7 @@ def loses_a_peer():
 
 
 def test_a_handle_whose_peer_is_gone_fails_again_and_never_gives_what_was_sent():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(loses_a_peer, count=2)
-        assert driver.results(1) == [(True, True)]
+    assert together(loses_a_peer, left=1) == [(True, True)]
 
 
 def nothing_to_send():
@@ -233,7 +230,7 @@ def nothing_to_send():
 
 @pytest.mark.parametrize("hosts", by_night([(ONE_HOST,), (TWO_HOSTS,)], but=[(ONE_HOST,)]))
 def test_empty_tensors_and_scalars_pass_through_every_collective(hosts):
-    for checks in together(nothing_to_send, 2, hosts=hosts):
+    for checks in together(nothing_to_send, hosts=hosts):
         assert all(checks), checks
 
 
@@ -259,7 +256,7 @@ def sparse_sums():
 
 
 def test_sparse_tensors_are_summed_and_sparse_optimizers_step_with_dense_reductions():
-    for average, steps, weights in together(sparse_sums, 2):
+    for average, steps, weights in together(sparse_sums):
         assert average == [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [2.0, 2.0]]
         assert steps == [[1, 2, 3]] * 4
         assert weights[0] == weights[1]

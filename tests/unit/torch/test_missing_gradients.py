@@ -16,7 +16,7 @@ import spark_elastic.torch as hvd
 from spark_elastic.collective.batch_statistics import without_rows
 from spark_elastic.collective.operators import Compressor
 from tests.nightly import by_night
-from tests.unit.torch.test_collectives import together
+from tests.unit.worlds import together
 
 STEPS = 5
 
@@ -167,7 +167,7 @@ def test_a_world_of_one_does_as_plain_torch(alone):
 
 @pytest.mark.parametrize("count", by_night([2, 3], but=[3]))
 def test_parameters_without_a_gradient_are_trained_as_in_one_process(count):
-    for found in together(problems, count):
+    for found in together(problems, count=count):
         assert found == []
 
 
@@ -182,7 +182,7 @@ def of_own_compressor() -> list[Any]:
 
 @pytest.mark.nightly
 def test_users_compressors_do_not_touch_what_goes_with_the_gradients():
-    assert together(of_own_compressor, 2) == [[[2e6] * 2, [1e6] * 2, None]] * 2
+    assert together(of_own_compressor) == [[[2e6] * 2, [1e6] * 2, None]] * 2
 
 
 def with_infinities() -> list[Any]:
@@ -195,7 +195,7 @@ def with_infinities() -> list[Any]:
 
 
 def test_gradients_that_are_not_finite_give_no_others_a_gradient():
-    assert together(with_infinities, 2) == [["[nan, nan]", "[inf, inf]", None]] * 2
+    assert together(with_infinities) == [["[nan, nan]", "[inf, inf]", None]] * 2
 
 
 def sparse_without_entries() -> list[Any]:
@@ -218,7 +218,7 @@ def sparse_without_entries() -> list[Any]:
 
 @pytest.mark.nightly
 def test_sparse_gradients_without_entries_are_gradients():
-    assert together(sparse_without_entries, 2) == [[(True, [[]]), (True, [[1]])]] * 2
+    assert together(sparse_without_entries) == [[(True, [[]]), (True, [[1]])]] * 2
 
 
 def of_passes_without_rows() -> list[Any]:
@@ -233,7 +233,7 @@ def of_passes_without_rows() -> list[Any]:
 
 
 def test_passes_without_rows_leave_no_gradients():
-    assert together(of_passes_without_rows, 2) == [[[0.5, 0.5], None]] * 2
+    assert together(of_passes_without_rows) == [[[0.5, 0.5], None]] * 2
 
 
 def normalised(kind: Any, ranks: Sequence[int], make: Callable[[Any], Any]) -> torch.Tensor:
@@ -265,4 +265,4 @@ def with_statistics() -> bool:
 
 @pytest.mark.nightly
 def test_gradients_wait_for_the_statistics_that_all_ranks_take():
-    assert together(with_statistics, 2) == [True, True]
+    assert together(with_statistics) == [True, True]

@@ -110,34 +110,6 @@ def test_a_cut_ends_a_wait_and_the_result_is_not_used():
         communicator.allreduce(torch.zeros(2), dist.ReduceOp.SUM)
 
 
-def test_the_stream_waits_for_each_reduction_and_the_host_once_behind_all():
-    calls: list[str] = []
-
-    class Noted(Never):
-        def __init__(self, number):
-            self.number = number
-
-        def wait(self):
-            calls.append(f"the stream waits for {self.number}")
-
-    class Noting(Stub):
-        def mark(self, device):
-            calls.append("mark")
-            return self
-
-        def query(self):
-            calls.append("query")
-            return calls.count("query") == 2
-
-    communicator = Round().communicator(Noting(None))
-    works = [nccl.NcclWork(communicator, Noted(number)) for number in range(2)]
-    communicator.wait_each(works, lambda number, queued: calls.append(f"receive {number}, queued: {queued}"))
-    assert calls == [
-        *("the stream waits for 0", "receive 0, queued: True", "the stream waits for 1", "receive 1, queued: True"),
-        *("mark", "query", "query"),
-    ]
-
-
 def test_an_nccl_error_is_a_horovod_internal_error():
     class Failed(Never):
         def is_completed(self):

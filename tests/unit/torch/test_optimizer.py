@@ -9,7 +9,7 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.errors import UsageError
-from tests.unit.torch.test_collectives import together
+from tests.unit.worlds import together
 
 
 def model_of(seed: int = 0) -> torch.nn.Module:
@@ -47,7 +47,7 @@ def corners() -> list:
 
 
 def test_corner_cases_of_a_step():
-    for checks in together(corners, 2):
+    for checks in together(corners):
         assert all(checks), checks
 
 
@@ -127,7 +127,7 @@ CARRIED = [
 
 
 def test_attached_scalars_are_summed_exactly():
-    for results in together(carried_each, 2, args=(CARRIED,)):
+    for results in together(carried_each, CARRIED):
         for case, result in zip(CARRIED, results, strict=True):
             assert result == [[3, 2 * (1e6 + step)] + [1] * (step > 1) for step in range(4)], case
 
@@ -164,7 +164,7 @@ def both_ways() -> list[tuple[list[float], str]]:
 
 @pytest.mark.nightly
 def test_a_later_optimizer_takes_over_the_parameters_of_an_earlier_one():
-    for dropped, kept in together(both_ways, 2):
+    for dropped, kept in together(both_ways):
         assert kept[0] == dropped[0]
         assert "was made later" in kept[1]
 
@@ -203,4 +203,4 @@ def with_gaps(weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", [in_channels_last, with_gaps])
 def test_parameters_of_any_memory_layout_are_trained(layout):
-    assert together(trained_with_layout, 2, args=(layout,)) == [True, True]
+    assert together(trained_with_layout, layout) == [True, True]

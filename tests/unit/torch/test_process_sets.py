@@ -11,10 +11,9 @@ import spark_elastic.torch as hvd
 from spark_elastic.collective.negotiation import Negotiation
 from spark_elastic.collective.process import process
 from spark_elastic.collective.reduce import STALL_S
-from tests.unit.torch.test_collectives import together
 from tests.unit.torch.test_mismatches import raised
 from tests.unit.world_link import die, tell
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import WorldDriver, joined, together
 
 
 def every_collective():
@@ -57,7 +56,7 @@ def every_collective():
 
 @pytest.mark.parametrize("hosts", [("127.0.0.1",), ("127.0.0.1", "127.0.0.2")])
 def test_every_collective_can_be_called_on_chosen_ranks(hosts):
-    for checks in together(every_collective, 3, hosts=hosts):
+    for checks in together(every_collective, count=3, hosts=hosts):
         assert all(checks), checks
 
 
@@ -94,7 +93,7 @@ def life_of_a_set():
 
 
 def test_a_set_is_usable_from_its_adding_to_its_removal():
-    results = together(life_of_a_set, 3)
+    results = together(life_of_a_set, count=3)
     for r, out in enumerate(results):
         assert out["repr"] == "ProcessSet(process_set_id=1, ranks=[0, 1])"
         assert out["twice"][0] == "UsageError"
@@ -151,18 +150,12 @@ TWO = (2, [{"fixed": [0], "halves": [0], "evens": [0]}, {}])
 
 
 def test_after_a_loss_a_set_consists_of_its_ranks_that_exist():
-    with WorldDriver(start_with=3) as driver:
-        driver.start(over_worlds, [3, 2], 5, count=3)
-        for seen in driver.results(2):
-            assert seen == [THREE] * 5 + [TWO] * 5
+    for seen in together(over_worlds, [3, 2], 5, count=3, left=2):
+        assert seen == [THREE] * 5 + [TWO] * 5
 
 
 def test_a_newcomer_takes_part_in_the_sets_that_it_added_before_the_loop():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(over_worlds, [2, 3], None, count=2)
-        driver.wait(lambda: driver.told("five times"))
-        driver.start(over_worlds, [2, 3], None, count=1)
-        results = driver.results(3)
+    results = joined(over_worlds, [2, 3], None, told="five times")
     assert results == [[TWO] * 5 + [THREE] * 5] * 3
 
 
@@ -245,7 +238,7 @@ def waits_in_another_order(folder, queues: str):
 @pytest.mark.parametrize("queues", ["alike", "different"])
 def test_members_that_compare_two_groups_in_different_orders_do_not_block_one_another(queues, tmp_path):
     expected = [[0, 1]] * 2 if queues == "alike" else [[1]] * 4
-    assert together(waits_in_another_order, 2, args=(tmp_path, queues)) == [expected] * 2
+    assert together(waits_in_another_order, tmp_path, queues) == [expected] * 2
 
 
 def uses_a_set_while_another_collective_is_under_way():
@@ -262,4 +255,4 @@ def uses_a_set_while_another_collective_is_under_way():
 
 
 def test_the_first_use_of_a_set_does_not_block_collectives_under_way():
-    assert together(uses_a_set_while_another_collective_is_under_way, 3) == [([3.0, 3.0], [2.0, 2.0])] * 3
+    assert together(uses_a_set_while_another_collective_is_under_way, count=3) == [([3.0, 3.0], [2.0, 2.0])] * 3

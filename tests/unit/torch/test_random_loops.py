@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ RANKS = 3
 
 class CuttingDriver(WorldDriver):
     """Cuts a world of which a member wants to leave, as the real driver does."""
+
+    args: tuple[Any, ...] = ()
 
     def _ready(self, peer: Any, *rest: Any) -> None:
         if not self._broken and any(member is peer for member in self._members()):
@@ -98,27 +101,38 @@ def undisturbed(first: int, last: int) -> list[dict[str, Any]]:
     return [wide_loops.train(seed) for seed in range(first, last + 1)]
 
 
-def compare(first: int, last: int) -> dict[str, int]:
-    """Run the loops of these seeds; returns how many losses were recovered from a mark that is no commit, and how many
-    from a commit.
+def check(seed: int, outcome: dict[str, Any], expected: dict[str, Any]) -> None:
+    how = wide_loops.loop_of(seed)
+    if how.sampler:  # rank 0 has seen other rows, in fewer batches
+        outcome, expected = {"rows": outcome["rows"]}, {"rows": expected["rows"]}
+    assert outcome == expected, f"seed {seed}: {how}"
+
+
+def compare(
+    first: int,
+    last: int,
+    train: Callable[..., Any] = train,
+    undisturbed: Callable[..., Any] = undisturbed,
+    check: Callable[[int, Any, Any], None] = check,
+    ranks: int = RANKS,
+    kind: type[CuttingDriver] = CuttingDriver,
+) -> Counter[str]:
+    """Run the loops of these seeds; return how many losses were recovered from a mark that is no commit, how many from
+    a commit, and how many workers died.
     """
     with WorldDriver() as driver:
         driver.start(undisturbed, first, last)
         (calm,) = driver.results(1)
-    with CuttingDriver(start_with=RANKS) as driver:
-        driver.start(train, first, last, count=RANKS)
-        stormy = driver.results(RANKS)
-    total = {"mark": 0, "commit": 0}
-    for number, expected in enumerate(calm):
-        how = wide_loops.loop_of(first + number)
+    with kind(start_with=ranks) as driver:
+        driver.args = (train, first, last)
+        started = driver.start(*driver.args, count=ranks)
+        stormy = driver.results(ranks)
+        total = Counter(deaths=sum(worker not in driver.done for worker in started))
+    for seed, expected in enumerate(calm, first):
         for outcomes in stormy:
-            outcome, losses = outcomes[number]
-            if how.sampler:  # rank 0 has seen other rows, in fewer batches
-                assert outcome["rows"] == expected["rows"], f"seed {first + number}: {how}"
-                continue
-            assert outcome == expected, f"seed {first + number}: {how}"
-        for what, count in losses.items():
-            total[what] += count
+            outcome, losses = outcomes[seed - first]
+            check(seed, outcome, expected)
+        total.update(losses)
     return total
 
 

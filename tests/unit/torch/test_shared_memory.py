@@ -18,9 +18,8 @@ from spark_elastic.collective.process import process
 from spark_elastic.collective.shared_memory import segments
 from spark_elastic.errors import InvalidSettingsError, UsageError
 from tests.nightly import by_night
-from tests.unit.torch.test_collectives import together
 from tests.unit.world_link import die, tell
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import WorldDriver, together
 
 ONE_HOST, TWO_HOSTS = ("127.0.0.1",), ("127.0.0.1", "127.0.0.2")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -61,7 +60,7 @@ def reduces_everything():
 
 @pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS], ids=["3", "2 and 1 on two hosts"])
 def test_every_type_and_size_is_reduced_to_the_same_bits_everywhere(hosts):
-    results = together(reduces_everything, 3, hosts=hosts)
+    results = together(reduces_everything, count=3, hosts=hosts)
     assert [shares for shares, _, _ in results] == [hosts == ONE_HOST] * 3
     assert [wrong for _, wrong, _ in results] == [[]] * 3
     assert len({digest for _, _, digest in results}) == 1
@@ -76,7 +75,7 @@ def products_and_truth():
 
 
 def test_products_nan_and_a_type_that_only_gloo_reduces():
-    assert together(products_and_truth, 2) == [([9.0] * 5, True, [True, False])] * 2
+    assert together(products_and_truth) == [([9.0] * 5, True, [True, False])] * 2
 
 
 def in_any_order():
@@ -102,7 +101,7 @@ def in_any_order():
 
 @pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS], ids=["one host", "two hosts"])
 def test_more_reductions_than_free_slots_can_be_waited_for_in_any_order(hosts):
-    for checks in together(in_any_order, 4, hosts=hosts):
+    for checks in together(in_any_order, count=4, hosts=hosts):
         assert checks == (True,) * 5
 
 
@@ -119,7 +118,7 @@ def only_one_polls():
 
 
 def test_polling_completes_a_reduction_that_the_other_rank_has_only_launched():
-    assert together(only_one_polls, 2) == [[2.0] * 10] * 2
+    assert together(only_one_polls) == [[2.0] * 10] * 2
 
 
 # --- peers that are gone --------------------------------------------------------------------------
@@ -233,7 +232,7 @@ def _break(what: str) -> None:
     "breaks", by_night(["no memfd", "other processes", "another job", "setting"], but=["no memfd"])
 )
 def test_all_use_gloo_and_warn_once_if_one_cannot_share_memory(breaks):
-    results = together(chooses, 2, args=("auto", breaks))
+    results = together(chooses, "auto", breaks)
     for shares, total, messages, mapped in results:
         assert not shares
         assert total == [2.0] * 4
@@ -243,9 +242,9 @@ def test_all_use_gloo_and_warn_once_if_one_cannot_share_memory(breaks):
 
 
 def test_the_setting_selects_shared_memory_or_gloo():
-    assert together(chooses, 2, args=("gloo", "")) == [(False, [2.0] * 4, [], 0)] * 2
-    assert together(chooses, 2, args=("shared", "")) == [(True, [2.0] * 4, [], 4)] * 2
-    for kind, message in together(chooses, 2, args=("shared", "no memfd")):
+    assert together(chooses, "gloo", "") == [(False, [2.0] * 4, [], 0)] * 2
+    assert together(chooses, "shared", "") == [(True, [2.0] * 4, [], 4)] * 2
+    for kind, message in together(chooses, "shared", "no memfd"):
         assert kind == "UsageError"
         assert "shared, but workers cannot share memory" in message
 
@@ -269,7 +268,7 @@ def joins_unevenly():
 
 @pytest.mark.parametrize(("count", "hosts"), [(3, ONE_HOST), (4, TWO_HOSTS)], ids=["one host", "two hosts"])
 def test_joined_ranks_take_part_in_reductions(count, hosts):
-    for sums, minima, last in together(joins_unevenly, count, hosts=hosts):
+    for sums, minima, last in together(joins_unevenly, count=count, hosts=hosts):
         assert last == count - 1
         assert minima == [[number] for number in range(len(minima))]
         assert sums == [[float(count - 1 - number // 3)] for number in range(len(sums))]

@@ -12,7 +12,7 @@ import spark_elastic.torch as hvd
 from spark_elastic.collective.batch_statistics import without_rows
 from spark_elastic.torch.sync_batch_norm import unconverted
 from tests.nightly import by_night
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import together
 
 ROWS = 8
 SHARES = {
@@ -74,9 +74,7 @@ def in_worker(cases):
 
 def in_a_world(size, cases):
     """Of all ranks and cases: the case and its result by type."""
-    with WorldDriver(start_with=size) as driver:
-        driver.start(in_worker, cases, count=size)
-        return [pair for of_cases in driver.results(size) for pair in zip(cases, of_cases, strict=True)]
+    return [pair for of_cases in together(in_worker, cases, count=size) for pair in zip(cases, of_cases, strict=True)]
 
 
 def flat(nested):
@@ -120,11 +118,9 @@ def far_from_zero(dtype, offset):
 
 @pytest.mark.parametrize(("dtype", "offset", "bound"), [(torch.float32, 1e4, 5e-3), (torch.float64, 1e7, 1e-7)])
 def test_a_small_variance_about_a_large_mean_is_kept(dtype, offset, bound):
-    with WorldDriver(start_with=2) as driver:
-        driver.start(far_from_zero, dtype, offset, count=2)
-        for error, same_type in driver.results(2):
-            assert error < bound
-            assert same_type
+    for error, same_type in together(far_from_zero, dtype, offset):
+        assert error < bound
+        assert same_type
 
 
 def in_eval():
@@ -141,9 +137,7 @@ def in_eval():
 
 
 def test_eval_mode_does_not_communicate():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(in_eval, count=2)
-        assert driver.results(2) == [True, True]
+    assert together(in_eval) == [True, True]
 
 
 @pytest.mark.parametrize("initialised", [True, False], ids=["a world of one", "before init"])
@@ -178,9 +172,7 @@ def test_substitute_rows_do_not_count():
     model = build(sync=False)
     x, y = rows()
     torch.nn.functional.cross_entropy(model(x), y).backward()
-    with WorldDriver(start_with=2) as driver:
-        driver.start(with_a_stand_in, count=2)
-        (real, running), (nothing, same) = driver.results(2)
+    (real, running), (nothing, same) = together(with_a_stand_in)
     assert distance(real, [p.grad.tolist() for p in list(model.parameters())[:-2]]) < 1e-13
     assert distance(running, [b.tolist() for b in model.buffers()]) < 1e-13
     assert running == same
@@ -199,9 +191,7 @@ def one_value(tolerant):
 
 @pytest.mark.parametrize("tolerant", [True, False])
 def test_a_single_value_per_channel_is_refused_on_every_rank_or_uses_running_statistics(tolerant):
-    with WorldDriver(start_with=2) as driver:
-        driver.start(one_value, tolerant, count=2)
-        results = driver.results(2)
+    results = together(one_value, tolerant)
     if tolerant:
         assert results == [[pytest.approx([1, 1, 1], rel=1e-4)], []]
     else:

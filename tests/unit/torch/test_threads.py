@@ -11,8 +11,8 @@ from spark_elastic.collective.one_thread import OneThread, one_thread
 from spark_elastic.errors import UsageError
 from tests.integration.processes import wait_until
 from tests.nightly import by_night
-from tests.unit.torch.test_collectives import together
 from tests.unit.world_link import link
+from tests.unit.worlds import together
 
 
 def second_thread_calls(call):
@@ -48,7 +48,7 @@ def second_thread_calls(call):
 
 @pytest.mark.parametrize("call", by_night(["allreduce", "wait", "poll"], but=["allreduce"]))
 def test_collectives_of_two_threads_at_the_same_time_are_refused(call):
-    first, second = together(second_thread_calls, 2, args=(call,))
+    first, second = together(second_thread_calls, call)
     assert first[0] == second[0] == ([1.0, 1.0], [2.0, 2.0])
     assert first[2] == second[2] == [2.0]
     (words,) = first[1]

@@ -14,8 +14,7 @@ from spark_elastic.collective.digest import digest
 from spark_elastic.elastic.handlers import TensorSpec
 from spark_elastic.errors import HorovodInternalError, UsageError
 from spark_elastic.torch.elastic import StateHandler, TorchState, get_handler_registry, register_handler
-from tests.unit.torch.test_collectives import together
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import together
 
 
 def stepped(model, optimizer, times: int = 1) -> None:
@@ -156,14 +155,12 @@ def different_models():
 
 
 def test_a_model_that_differs_from_the_roots_is_named():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(different_models, count=2)
-        (answer,) = driver.results(1)  # the root waits; its driver ends it when a function has raised
+    (answer,) = together(different_models, left=1)  # the root waits; its driver ends it when a function has raised
     assert "weight is (2, 2) torch.float32 there, and (3, 2)" in answer
 
 
 def test_a_newcomers_initial_state_can_be_broadcast_without_a_state():
-    first, second = together(broadcast_optimizers, 2)
+    first, second = together(broadcast_optimizers)
     assert first == second
 
 
@@ -196,7 +193,7 @@ def zeros_before_the_first_step(root_has_stepped):
 
 @pytest.mark.parametrize("root_has_stepped", [False, True])
 def test_gradients_are_zeros_after_the_broadcast_of_an_optimizer_that_never_stepped(root_has_stepped):
-    first, second = together(partial(zeros_before_the_first_step, root_has_stepped), 2)
+    first, second = together(partial(zeros_before_the_first_step, root_has_stepped))
     assert first == second
     assert first[0] == ([None] * 3 if root_has_stepped else [0.0, 0.0, None])
     assert first[1] is not root_has_stepped, "gradients of the embedding stay sparse"
@@ -277,9 +274,7 @@ def bring_a_strided_element():
 
 @pytest.mark.nightly
 def test_a_single_element_may_have_any_stride():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(bring_a_strided_element, count=2)
-        assert driver.results(2) == [(0.0, [[0.0], [1.0]])] * 2
+    assert together(bring_a_strided_element) == [(0.0, [[0.0], [1.0]])] * 2
 
 
 @pytest.mark.parametrize("kind", [TorchState, hvd.elastic.ObjectState])
@@ -324,7 +319,7 @@ def send_a_lock(kind):
 
 @pytest.mark.parametrize("kind", [TorchState, hvd.elastic.ObjectState])
 def test_a_value_that_cannot_be_sent_is_named(kind):
-    with WorldDriver(start_with=2) as driver:
-        driver.start(send_a_lock, kind, count=2)
-        (answer,) = driver.results(1)  # the other one waits; its driver ends it when a function has raised
+    (answer,) = together(
+        send_a_lock, kind, left=1
+    )  # the other one waits; its driver ends it when a function has raised
     assert answer.startswith("guard cannot be kept by the state: a lock cannot be pickled")

@@ -9,8 +9,8 @@ import torch
 
 import spark_elastic.torch as hvd
 from spark_elastic.errors import MismatchError, UsageError
-from tests.unit.torch.test_collectives import together
 from tests.unit.torch.test_final_gradients import loss_of, model_of, rows
+from tests.unit.worlds import together
 
 # --- members that differ --------------------------------------------------------------------------
 
@@ -31,7 +31,7 @@ def unequal() -> str:
 
 
 def test_ranks_with_unequal_backwards_get_an_error_and_no_sum():
-    for error in together(unequal, 2):
+    for error in together(unequal):
         assert "different steps" in error
 
 
@@ -52,7 +52,7 @@ def crossed() -> str:
 
 
 def test_gradients_of_different_optimizers_are_never_summed():
-    for error in together(crossed, 2):
+    for error in together(crossed):
         assert "DistributedOptimizer" in error
 
 
@@ -126,5 +126,5 @@ def refusals() -> list[str]:
 
 def test_what_cannot_be_reduced_is_refused():
     words = ["cannot be skipped", "lazy module", "type or device", "type or device", "does not require", "param_groups"]
-    for found in together(refusals, 2):
+    for found in together(refusals):
         assert [word for word, message in zip(words, found, strict=True) if word not in message] == []

@@ -13,7 +13,7 @@ import spark_elastic.torch as hvd
 from spark_elastic.collective.process import process
 from spark_elastic.elastic.frontend import frontend
 from tests.leftovers import threads_settle
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import together
 
 
 def belongings() -> tuple[int, int, int, int]:
@@ -41,9 +41,7 @@ def rejoin_often(times: int, settled: int):
 
 def grows_by_nothing(times: int, settled: int) -> None:
     names = set(os.listdir("/dev/shm"))
-    with WorldDriver(start_with=2) as driver:
-        driver.start(rejoin_often, times, settled, count=2)
-        results = driver.results(2)
+    results = together(rejoin_often, times, settled)
     for (fds, threads, rss, maps), (fds_after, threads_after, rss_after, maps_after), _ in results:
         assert fds_after <= fds + 2
         assert threads_after <= threads + 2
@@ -73,9 +71,7 @@ def forks():
 
 
 def test_a_forked_child_does_not_hold_its_parents_connections():
-    with WorldDriver(start_with=2) as driver:
-        driver.start(forks, count=2)
-        assert driver.results(2) == [(11, 2.0)] * 2
+    assert together(forks) == [(11, 2.0)] * 2
 
 
 def connections_of_each_world(times: int):
@@ -89,6 +85,4 @@ def connections_of_each_world(times: int):
 
 
 def test_all_connections_of_a_world_can_be_cut_and_no_others():
-    with WorldDriver(start_with=3) as driver:
-        driver.start(connections_of_each_world, 12, count=3)
-        assert driver.results(3) == [[2] * 12] * 3
+    assert together(connections_of_each_world, 12, count=3) == [[2] * 12] * 3

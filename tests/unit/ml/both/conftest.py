@@ -14,10 +14,14 @@ def framework(request):
     if request.param == "keras":
         pytest.importorskip("keras")
         pytest.importorskip("tensorflow")
-    modules = {
-        name: importlib.import_module(f"tests.unit.ml.{request.param}.{name}") for name in ("trainings", "estimators")
-    }
-    return SimpleNamespace(name=request.param, **modules)
+    return modules_of(request.param)
+
+
+def modules_of(name):
+    parts = ("trainings", "estimators")
+    return SimpleNamespace(
+        name=name, **{part: importlib.import_module(f"tests.unit.ml.{name}.{part}") for part in parts}
+    )
 
 
 @pytest.fixture(scope="session")

@@ -181,7 +181,7 @@ def test_numbers_of_workers_and_run_options_go_to_run(
     monkeypatch.setattr("spark_elastic.jobs.start.start", record)
     options = {"launcher": LocalLauncher(), "elastic_timeout": 7, "env": {"MINE": "1"}}
     numbers = {"num_proc": 3, "min_num_proc": 2, "max_num_proc": 4}
-    estimator = framework.estimators.HereEstimator.__base__
+    estimator = framework.estimators.HereEstimator.__bases__[1]
     made = estimator(**framework.estimators.settings(**numbers, run_options=options, verbose=2, status_port=0))
     with pytest.raises(RuntimeError, match="recorded"):
         made.from_dataset_path(dataset)

@@ -2,17 +2,10 @@ import pytest
 
 keras = pytest.importorskip("keras")
 
-from tests.unit.ml.keras import trainings  # noqa: E402  (needs Keras)
+from tests.unit.ml.both.conftest import data, modules_of, undisturbed  # noqa: E402, F401  (needs Keras)
+from tests.unit.ml.torch.conftest import dataset  # noqa: E402, F401
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    """The folder of datasets with a validation split, see `trainings.SETS`."""
-    return trainings.make_sets(tmp_path_factory.mktemp("keras-sets"))
-
-
-@pytest.fixture(scope="session")
-def undisturbed(data, tmp_path_factory):
-    """The outcome and weights of the training in a world of one."""
-    folder = tmp_path_factory.mktemp("keras-undisturbed")
-    return trainings.alone(trainings.make_training(data, folder)), trainings.weights(folder)
+def framework():
+    return modules_of("keras")

@@ -9,30 +9,12 @@ import keras
 from spark_elastic import ElasticKerasEstimator, LocalLauncher
 from spark_elastic.ml.keras.fit import KerasFit
 from spark_elastic.ml.keras.spec import KerasTraining
-from spark_elastic.ml.keras.train import train
-from spark_elastic.wire.pickling import round_trip
+from tests.unit.ml.here import Here
 
 
-class HereFit(KerasFit):
-    """Trains in this process."""
-
-    _settings: HereEstimator
-
-    def _run_job(self) -> list[Any]:
-        return self._settings.run_job(self.training)
-
-
-class HereEstimator(ElasticKerasEstimator):
-    """Trains in this process; `training` is the settings that a worker would get."""
-
+class HereEstimator(Here, ElasticKerasEstimator):
     training: KerasTraining
-
-    def _fit_run(self) -> HereFit:
-        return HereFit(self, self._shared_datasets)
-
-    def run_job(self, training: KerasTraining) -> list[Any]:
-        self.training = training
-        return [train(round_trip(training))]
+    fit_run = KerasFit
 
 
 def make_net(width: int = 8) -> Any:

@@ -11,12 +11,6 @@ import pytest
 from spark_elastic.data.dataset import Dataset
 from tests.unit.ml.keras.estimators import estimator, make_net, settings, weights_of
 from tests.unit.ml.keras.test_pickling import Own
-from tests.unit.ml.torch.estimators import make_set
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return make_set(tmp_path_factory.mktemp("set"))
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,7 @@ from spark_elastic.data.dataset import pack
 from spark_elastic.data.store import Store
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.keras import compiling
-from spark_elastic.ml.keras.compiling import (
-    check_columns,
-    check_losses,
-    compile_arguments,
-    order_by_name,
-)
+from spark_elastic.ml.keras.compiling import check_columns, check_losses, compile_arguments, order_by_name
 from tests.unit.ml.keras.estimators import estimator, make_net, settings
 from tests.unit.ml.keras.test_pickling import Own, Told
 
@@ -128,11 +123,7 @@ def test_state_of_a_compiled_models_optimizer_is_continued(dataset: Any, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda: keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(3)]),
-        lambda: Told(3),
-    ],
+    "make", [lambda: keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(3)]), lambda: Told(3)]
 )
 def test_unbuilt_model_is_copied_and_built_for_the_columns(make: Any, dataset: Any, tmp_path: Path) -> None:
     given = make()
@@ -269,13 +260,7 @@ def of_dict(*names: str, width: int = 2) -> Any:
 
 @pytest.mark.parametrize(
     ("columns", "order"),
-    [
-        (["b", "a"], [1, 0]),
-        ([["x"], ["a"]], [1, 0]),
-        (["a", "x"], [0, 1]),
-        (["x", "y"], None),
-        (["a"], None),
-    ],
+    [(["b", "a"], [1, 0]), ([["x"], ["a"]], [1, 0]), (["a", "x"], [0, 1]), (["x", "y"], None), (["a"], None)],
 )
 def test_columns_go_to_the_inputs_of_their_names(columns: Any, order: Any) -> None:
     assert order_by_name(of_dict("b", "a"), columns) == order

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import random
 import threading
@@ -27,14 +26,8 @@ from spark_elastic.ml.keras.model import ElasticKerasModel
 from spark_elastic.wire.pickling import dumps
 from tests.nightly import by_night
 from tests.unit.ml.keras.estimators import HereEstimator, estimator, make_net, settings, weights_of
-from tests.unit.ml.torch.estimators import make_set
 
 layers = keras.layers
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return make_set(tmp_path_factory.mktemp("set"))
 
 
 def dense(units: int, seed: int, **options: Any) -> Any:
@@ -113,14 +106,6 @@ def assert_same(fitted: ElasticKerasModel, expected: Any, dataset: Dataset) -> N
     rows = first_rows(dataset)
     (output,) = pickle.loads(dumps(fitted._predictor()))()({"features_0": rows})
     assert output == pytest.approx(expected.predict_on_batch(rows), rel=1e-4, abs=1e-5)
-
-
-def saved_and_loaded(model: ElasticKerasModel) -> ElasticKerasModel:
-    """Return what `load` makes of the parts that `save` writes."""
-    facts, files, objects, *_ = model._parts()
-    loaded = ElasticKerasModel()
-    loaded._restore(json.loads(json.dumps(facts)), files, pickle.loads(dumps(objects)))
-    return loaded
 
 
 def chosen(make: Any) -> dict[str, Any]:

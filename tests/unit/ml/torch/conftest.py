@@ -1,25 +1,18 @@
 import pytest
 
-from tests.unit.ml.torch import estimators, trainings
+from tests.unit.ml.both.conftest import data, modules_of, undisturbed  # noqa: F401
+from tests.unit.ml.torch import estimators
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    """The folder of a dataset with a validation split."""
-    return trainings.make_sets(tmp_path_factory.mktemp("set"))
+def framework():
+    return modules_of("torch")
 
 
 @pytest.fixture(scope="session")
-def weighted_data(data):
+def weighted_data(data):  # noqa: F811
     """The same with sample weights."""
     return data.parent / "weighted"
-
-
-@pytest.fixture(scope="session")
-def undisturbed(data, tmp_path_factory):
-    """The outcome and weights of the training in a world of one."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    return trainings.alone(trainings.make_training(data, folder)), trainings.weights(folder)
 
 
 @pytest.fixture(scope="session")

@@ -13,30 +13,12 @@ from spark_elastic import ElasticTorchEstimator, LocalLauncher
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.ml.torch.fit import TorchFit
 from spark_elastic.ml.torch.spec import TorchTraining
-from spark_elastic.ml.torch.train import train
-from spark_elastic.wire.pickling import round_trip
+from tests.unit.ml.here import Here
 
 
-class HereFit(TorchFit):
-    """Trains in this process."""
-
-    _settings: HereEstimator
-
-    def _run_job(self) -> list[Any]:
-        return self._settings.run_job(self.training)
-
-
-class HereEstimator(ElasticTorchEstimator):
-    """Trains in this process; `training` is the settings that a worker would get."""
-
+class HereEstimator(Here, ElasticTorchEstimator):
     training: TorchTraining
-
-    def _fit_run(self) -> HereFit:
-        return HereFit(self, self._shared_datasets)
-
-    def run_job(self, training: TorchTraining) -> list[Any]:
-        self.training = training
-        return [train(round_trip(training))]
+    fit_run = TorchFit
 
 
 def make_set(folder: Path, **more: Any) -> Dataset:
@@ -75,6 +57,15 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 def estimator(**changes: Any) -> HereEstimator:
     return HereEstimator(**settings(**changes))
+
+
+def transformers_estimator(model: Any, **changes: Any) -> HereEstimator:
+    """Return an estimator of such a model for a dataset of `pack`, whose columns have the names of tensors."""
+    common = {"num_proc": 1, "run_options": {"launcher": LocalLauncher()}, "verbose": 0, "batch_size": 16}
+    made = HereEstimator.from_transformers(model, **{**common, **changes})
+    made.clear(made.feature_cols)
+    made.clear(made.label_cols)
+    return made
 
 
 def weights_of(model: Any) -> list[float]:

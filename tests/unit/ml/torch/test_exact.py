@@ -19,6 +19,7 @@ from spark_elastic.ml.callbacks import Callback
 from spark_elastic.ml.torch.model_step import ModelStep
 from spark_elastic.ml.torch.spec import MODEL_FILE
 from spark_elastic.runs.checkpoints import CHECKPOINTS, Checkpoints
+from spark_elastic.runs.tensors import from_bytes
 from tests.nightly import by_night
 from tests.unit.exact.loops import digest
 from tests.unit.ml.in_worlds import Telling, kill_and_add
@@ -85,16 +86,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "lr_scheduler": trainings.plateau,
         "metrics": {"by_class": trainings.SumMetric(), "outputs": trainings.ListMetric()},
     },
-    "random generators of the model and of the loss": {
-        "noise": True,
-        "loss": Smoothed(),
-    },
-    "windows of rows, one row in some shards": {
-        "order": "lanes",
-        "batch_size": 67,
-        "norm": True,
-        "epochs": 2,
-    },
+    "random generators of the model and of the loss": {"noise": True, "loss": Smoothed()},
+    "windows of rows, one row in some shards": {"order": "lanes", "batch_size": 67, "norm": True, "epochs": 2},
 }
 
 
@@ -138,13 +131,7 @@ def optimizer_of(folder: Path) -> str:
     checkpoints = Checkpoints(trainings.Store.create(folder).sub(CHECKPOINTS))
     found = checkpoints.load(checkpoints.latest().name)
     (file,) = found.files.values()
-    return digest(trainings_state(file)["optimizer"])
-
-
-def trainings_state(file: bytes) -> Any:
-    from spark_elastic.runs.tensors import from_bytes
-
-    return from_bytes(file)
+    return digest(from_bytes(file)["optimizer"])
 
 
 @pytest.fixture(scope="module")

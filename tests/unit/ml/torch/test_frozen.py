@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from spark_elastic import ElasticTorchEstimator, LocalLauncher
+from spark_elastic import ElasticTorchEstimator
 from spark_elastic.collective.group import Group
 from spark_elastic.data.dataset import Dataset, pack
 from spark_elastic.data.store import Store
@@ -32,11 +32,11 @@ from spark_elastic.ml.training.spec import CheckpointPlan
 from spark_elastic.runs.tensors import from_bytes
 from spark_elastic.wire.pickling import dumps
 from tests.unit.ml.in_worlds import checkpoints_in
-from tests.unit.ml.torch.estimators import HereEstimator, estimator, make_net, settings, weights_of
+from tests.unit.ml.torch.estimators import estimator, make_net, settings, transformers_estimator, weights_of
 from tests.unit.ml.torch.test_model_functions import saved_and_loaded
 from tests.unit.ml.torch.trainings import make_sets, make_training, outcome
 from tests.unit.world_link import die, link, tell
-from tests.unit.worlds import WorldDriver
+from tests.unit.worlds import WorldDriver, together
 
 NAMES = {"feature_cols": ["input_ids", "attention_mask"], "label_cols": ["labels"]}
 ROWS, BATCH, EPOCHS, VOCABULARY = 72, 12, 4, 5000
@@ -173,13 +173,8 @@ def test_lora_reduces_sends_and_writes_what_trains_and_outlives_a_kill(
 
 
 def fitted_here(model: Any, texts: Dataset, **changes: Any) -> ElasticTorchModel:
-    chosen = {"optimizer": adam, "batch_size": BATCH, "epochs": EPOCHS, "shuffle": False, "num_proc": 1, **changes}
-    made = HereEstimator.from_transformers(
-        model, **NAMES, **chosen, run_options={"launcher": LocalLauncher()}, verbose=0
-    )
-    made.clear(made.feature_cols)  # of a dataset of `pack`, whose columns have the names of tensors
-    made.clear(made.label_cols)
-    return made.from_dataset_path(texts)
+    chosen = {"optimizer": adam, "batch_size": BATCH, "epochs": EPOCHS, "shuffle": False, **changes}
+    return transformers_estimator(model, **NAMES, **chosen).from_dataset_path(texts)
 
 
 def with_gradient_checkpointing() -> nn.Module:
@@ -346,9 +341,7 @@ def average(data: Path, folder: Path) -> dict[str, Any]:
 def test_momentum_encoder_moves_once_a_step_also_if_a_worker_is_lost(tmp_path: Path) -> None:
     data = make_sets(tmp_path / "sets")
     for name, count in (("alone", 1), ("pair", 2)):
-        with WorldDriver(start_with=count) as driver:
-            driver.start(average, data, tmp_path / name, count=count)
-            driver.results(1)
+        together(average, data, tmp_path / name, count=count, left=1)
     found, expected = (torch.load(tmp_path / name / "model.pt") for name in ("pair", "alone"))
     torch.testing.assert_close(dict(found), dict(expected), rtol=1e-9, atol=1e-9)
 

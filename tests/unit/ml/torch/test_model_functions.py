@@ -248,15 +248,8 @@ def test_scripted_batch_norm_is_warned_of_by_its_name_once(wrap: Any, dataset: D
 # --- refused before workers start ---------------------------------------------------------------------
 
 
-def no_module(shapes: Any) -> Any:
-    return [shapes]
-
-
 def failing(shapes: Any) -> Any:
     return shapes[0][7]
-
-
-def two(shapes: Any, classes: int) -> Any: ...
 
 
 def named(*, width: int) -> Any: ...
@@ -266,14 +259,12 @@ def named(*, width: int) -> Any: ...
     ("model", "said"),
     [
         (
-            no_module,
-            r"model=no_module must return a torch.nn.Module; called with the shapes \[\(-1, 6\)\], it returned",
+            lambda shapes: [shapes],
+            r"model=<lambda> must return a torch.nn.Module; called with the shapes \[\(-1, 6\)\], it returned",
         ),
         (failing, r"model=failing, which is called with the shapes \[\(-1, 6\)\], raised IndexError: tuple index"),
-        (two, r"model=two needs shapes, classes, and is called with the shapes .* model=lambda shapes: two\(...\)"),
         (nn.Linear, r"model=Linear needs in_features, out_features, and"),
         (named, r"model=named needs width, and"),
-        (3, r"model must be a torch.nn.Module, not 3; or a function that returns one: model=lambda shapes: "),
     ],
     ids=lambda each: getattr(each, "__name__", None),
 )

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from spark_elastic import ElasticTorchEstimator, LocalLauncher, load_module
+from spark_elastic import ElasticTorchEstimator, load_module
 from spark_elastic.data.dataset import pack
 from spark_elastic.errors import DataError, InvalidSettingsError
 from spark_elastic.ml.torch.model_step import TorchBatch
 from spark_elastic.ml.torch.transformers import settings_of
 from spark_elastic.wire.pickling import dumps
-from tests.unit.ml.torch.estimators import HereEstimator, estimator, weights_of
+from tests.unit.ml.torch.estimators import estimator, transformers_estimator, weights_of
 
 tr = pytest.importorskip("transformers")
 
@@ -99,23 +99,12 @@ class Own(nn.Module):
         return SimpleNamespace(loss=None if y is None else (out - y).square().mean(), prediction=out)
 
 
-HERE: dict[str, Any] = {"num_proc": 1, "run_options": {"launcher": LocalLauncher()}, "verbose": 0, "batch_size": 16}
-
-
-def estimator_of(model: nn.Module, **settings: Any) -> HereEstimator:
-    """Return an estimator for a dataset of `pack`, whose columns have the names of tensors."""
-    made = HereEstimator.from_transformers(model, **HERE, **settings)
-    made.clear(made.feature_cols)
-    made.clear(made.label_cols)
-    return made
-
-
 def test_a_model_of_ones_own_is_trained_and_its_other_outputs_are_those_of_transform(tmp_path: Path) -> None:
     x = np.random.default_rng(1).normal(size=(64, 2)).astype(np.float32)
     dataset = pack({"features_0": x, "label_0": x.sum(1)}, tmp_path / "set")
     model = Own()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    estimator = estimator_of(model, feature_cols="x", label_cols="y", epochs=20, optimizer=optimizer)
+    estimator = transformers_estimator(model, feature_cols="x", label_cols="y", epochs=20, optimizer=optimizer)
     fitted = estimator.from_dataset_path(dataset)
     assert fitted.history["loss"][-1] < 1e-3
     assert fitted.module.model.line.weight.tolist()[0] == pytest.approx([1.0, 1.0], abs=0.05)
@@ -145,7 +134,7 @@ def test_rows_without_labels_that_count_add_nothing_although_their_mean_is_nan(t
     model = Masked()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     made = [
-        estimator_of(
+        transformers_estimator(
             model, feature_cols="x", label_cols="y", optimizer=optimizer, shuffle=False, accumulation_steps=parts
         ).from_dataset_path(dataset)
         for parts in (1, 2)
@@ -160,7 +149,9 @@ def test_accumulation_changes_no_result_of_unevenly_labelled_rows(tmp_path: Path
     torch.manual_seed(1)
     config = tr.BertConfig(**SMALL, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     model = tr.BertForTokenClassification(config)
-    made = [estimator_of(model, **NAMES, accumulation_steps=count).from_dataset_path(dataset) for count in (1, 5)]
+    made = [
+        transformers_estimator(model, **NAMES, accumulation_steps=count).from_dataset_path(dataset) for count in (1, 5)
+    ]
     assert weights_of(made[0]) == pytest.approx(weights_of(made[1]), abs=1e-6)
     assert made[0].history["loss"] == pytest.approx(made[1].history["loss"], rel=1e-6)
 
@@ -190,7 +181,7 @@ def test_a_model_without_a_loss_is_an_error_that_names_the_labels(tmp_path: Path
         def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
             return super().forward(x)
 
-    estimator = estimator_of(Lossless(), feature_cols="x", label_cols="y")
+    estimator = transformers_estimator(Lossless(), feature_cols="x", label_cols="y")
     with pytest.raises(DataError, match=r"Lossless must return an object whose .loss is one number, not None.*are y"):
         estimator.from_dataset_path(dataset)
 
@@ -226,7 +217,7 @@ def test_speech_models_with_parametrized_convolutions_are_trained_as_by_plain_to
         loss = nn.CrossEntropyLoss()  # of the logits, which the result begins with
         made = estimator(model=lambda shapes: speech_model(name), loss=loss, **changes)
     else:
-        made = estimator_of(speech_model(name), feature_cols="input_values", label_cols="labels", **changes)
+        made = transformers_estimator(speech_model(name), feature_cols="input_values", label_cols="labels", **changes)
     fitted = made.from_dataset_path(data)
     net = speech_model(name).train()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
