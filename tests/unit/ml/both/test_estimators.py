@@ -96,7 +96,7 @@ def test_slow_worker_is_seen_in_the_history_also_after_save_and_resume(
 ) -> None:
     here = framework.estimators.HereEstimator
     changes = {"num_proc": 2, "callbacks": [SlowWorker()], "checkpoint_dir": str(tmp_path / "runs"), "run_id": "a"}
-    model = here.__base__(**framework.estimators.settings(**changes)).from_dataset_path(dataset)
+    model = here.__bases__[-1](**framework.estimators.settings(**changes)).from_dataset_path(dataset)
     work = model.history.work
     assert [(row["epoch"], row["rank"]) for row in work] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     fast, slow = work[2:]
