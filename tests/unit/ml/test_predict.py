@@ -174,9 +174,9 @@ def test_chunk_without_a_complete_row_has_the_types_of_the_others(handle_invalid
 
 
 def test_default_column_gives_way_to_one_that_was_named_so() -> None:
-    settings = {"rule": "argmax", "raw_prediction_col": "probability"}
+    settings = {"rule": "argmax", "output_cols": ["probability"]}
     made = model_of(nn.Identity(), JOINED, output=OutputShape("<f4", (3,)), **settings).predict(FRAMES["lists"])
-    assert list(made.columns) == ["output", "prediction", "probability"]
+    assert list(made.columns) == ["probability", "prediction", "rawPrediction"]
     assert list(made["probability"].iloc[0]) == [0.5, 1, 10]
 
 
