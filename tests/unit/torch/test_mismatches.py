@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -186,11 +188,14 @@ def test_a_handle_that_has_failed_fails_again():
         assert part_done
 
 
-def loses_a_peer():
+def loses_a_peer(launched):
     hvd.init()
+    while hvd.rank() == 1 and not launched.exists():
+        threading.Event().wait(0.001)
     handle = hvd.allreduce_async(torch.ones(1 << 23))  # it takes longer than the death
     if hvd.rank() == 1:
         die()
+    launched.touch()
     errors = []
     for _ in range(2):
         try:
@@ -200,8 +205,8 @@ def loses_a_peer():
     return len(errors) == 2 and errors[0] is errors[1], hvd.poll(handle)
 
 
-def test_a_handle_whose_peer_is_gone_fails_again_and_never_gives_what_was_sent():
-    assert together(loses_a_peer, left=1) == [(True, True)]
+def test_a_handle_whose_peer_is_gone_fails_again_and_never_gives_what_was_sent(tmp_path):
+    assert together(loses_a_peer, tmp_path / "launched", left=1) == [(True, True)]
 
 
 def nothing_to_send():
