@@ -63,7 +63,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
     "slow host": slow_host,
     "slow minute": slow_minute,
 }
-"""How many times as long a rank takes for a row at a step."""
+"""Functions of step, rank and number of ranks that return how many times as long as usual a row takes."""
 
 
 class Sleeping(torch.nn.Module):
@@ -129,7 +129,7 @@ def main() -> None:
     arguments.add_argument("--workers", type=int, default=4)
     arguments.add_argument("--row-ms", type=float, default=1.5, help="time of a row at full speed (%(default)s)")
     args = arguments.parse_args()
-    raw: dict[str, dict[str, list[list[float]]]] = {}
+    measured: dict[str, dict[str, list[list[float]]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder, generator = Path(name), np.random.default_rng(1)
         rows = (END + 1) * ROWS_EACH * args.workers
@@ -142,9 +142,9 @@ def main() -> None:
                         call = (folder, schedule, balance, args.workers, args.row_ms / 1e3)
                         driver.start(fit, *call, count=args.workers)
                         steps = driver.results(args.workers)[0]
-                    raw.setdefault(schedule, {}).setdefault(balance, []).append(steps)
+                    measured.setdefault(schedule, {}).setdefault(balance, []).append(steps)
     series = []
-    for schedule, by_balance in raw.items():
+    for schedule, by_balance in measured.items():
         for balance, runs in by_balance.items():
             title = f"{schedule}, {balance}: "
             if schedule == "noise":
@@ -156,7 +156,7 @@ def main() -> None:
             if schedule != "slow minute":
                 back = [throughput(steps, FAST + SETTLED, END) for steps in runs]
                 series.append(Series(title + "throughput afterwards", back, "%"))
-    report("uneven", args, *series, raw=raw)
+    report("uneven", args, *series)
 
 
 if __name__ == "__main__":

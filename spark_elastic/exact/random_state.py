@@ -73,7 +73,7 @@ def check_generators(generators: Iterable[Any]) -> None:
 
 
 class _Kind(NamedTuple):
-    """How generators of one type are seeded, and how their states are read and set."""
+    """Functions that seed the random generators of one type, and read and set their states."""
 
     type: type
     seed: Callable[[Any, int], object]  # sets the state that follows from a seed of 64 bits

@@ -14,7 +14,7 @@ import numpy as np
 from spark_elastic.errors import InvalidSettingsError
 
 FORM = "model=lambda shapes: Net(shapes[0][1])"
-"""How errors show the form of the setting."""
+"""An example of the setting, for error messages."""
 Shapes = tuple[tuple[int, ...], ...]
 """The shape of each input as the model gets it. The first axis, the rows of a batch, is -1."""
 

@@ -135,7 +135,7 @@ class Balancer:
         return self._better(_means(window[_NEWEST:]), _HYSTERESIS, _BACK)
 
     def _better(self, times: Sequence[float], gain: float, back: float) -> list[int] | None:
-        """Return shares that make a step faster by `gain`, or equal ones by `back`; None: there are none.
+        """Return new shares if they make a step faster by `gain` (equal shares: by `back`), else None.
 
         `times` are the seconds that each rank needs for a row.
         """

@@ -151,7 +151,7 @@ def check_takes_any_rows(model: Any) -> None:
 
 def is_built(model: Any) -> bool:
     """Return whether a model has its weights."""
-    # build() of a subclass without a build of its own only says that it is built
+    # a subclass that does not define build() is marked as built, though it may have no variables yet
     return bool(model.built and (model.variables or all(each.built for each in model._flatten_layers())))
 
 

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import weakref
 from pathlib import Path
 
@@ -30,8 +29,12 @@ def one_group(number):
 
 
 def write_late(name):
-    time.sleep(3)
-    Path(sys.argv[2], f"{name}-{os.environ['RANK']}").touch()
+    folder, rank = Path(sys.argv[2]), os.environ["RANK"]
+    if name == "thread":
+        threading.main_thread().join()  # it stops when Python begins to end the process
+    while name == "child" and not (folder / f"thread-{rank}").exists():
+        threading.Event().wait(0.01)
+    (folder / f"{name}-{rank}").touch()
 
 
 if __name__ == "__main__":
